@@ -301,13 +301,23 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return places, size
 
     @property
-    def undo_bytes(self) -> int:
-        """Bytes beside the pools, at most, of what decode steps keep on a GPU until they end, to be undone.
+    def undo_tokens(self) -> int:
+        """Tokens of a decode step of all slots, drafts included: those whose rows have room in ``undo_bytes``."""
+        return self.slots * (1 + self.max_draft_tokens)
 
-        That is a row of every ring for each token of a step of all slots, drafts included, written where the step takes
-        the place of rows that a shorter request needs. Allocated once a step has to keep some.
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes beside the pools of what decode steps keep on a GPU until they end, to be undone.
+
+        That is a row of every ring for each of ``undo_tokens``, written where the step takes the place of rows that a
+        shorter request needs. Allocated once a step has to keep some. Steps of more tokens keep theirs until they end.
         """
-        return self.slots * (1 + self.max_draft_tokens) * self.ring_line[1]
+        return self.undo_tokens * self.ring_line[1]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all pools, and of what decode steps keep beside them: what a budget has to hold."""
+        return self.nbytes + self.undo_bytes
 
     @cached_property
     def ring_sets(self) -> dict[tuple[bool, tuple[bool, ...]], tuple[tuple[int, str], ...]]:
@@ -353,8 +363,8 @@ def plan_cache(
         max_requests: slots, 1 or more.
         max_tokens: tokens that the paged pools hold over all requests (rounded up to whole blocks); also the longest
             request where a layer stores K-V contiguously per slot, unless ``max_request_tokens`` is less.
-        budget_bytes: bytes for everything; give this or ``max_tokens``, not both; neither where nothing is paged and
-            ``max_request_tokens`` says all.
+        budget_bytes: bytes for everything, ``undo_bytes`` among them; give this or ``max_tokens``, not both; neither
+            where nothing is paged and ``max_request_tokens`` says all.
         max_draft_tokens: tokens that a rollback may undo after a ring has wrapped.
         layout: ``packed``, ``planar``, ``tpu_tile`` or ``by_head``.
         context: shards that history is spread over; bytes are those of one shard.
@@ -371,7 +381,7 @@ def plan_cache(
         >>> from kvcore.plan import plan_cache
         >>> from kvcore.spec import presets
         >>> plan = plan_cache(presets.llama_3_8b(key_format="fp8_row"), max_requests=16, budget_bytes=8 << 30)
-        >>> plan.max_tokens, plan.nbytes <= 8 << 30
+        >>> plan.max_tokens, plan.total_bytes <= 8 << 30
         (126976, True)
         >>> plan.blocks_for(1000), plan.block_tokens
         (4, 256)
@@ -435,22 +445,23 @@ def plan_cache(
 
 def _largest(at: Callable[[int], CachePlan], budget: int, unit: str) -> CachePlan:
     """The plan of most units within the budget: ``nbytes`` grows with units, so bisect."""
-    _checked(at(1), budget, f" and one {unit}")
+    # Whatever the units, as much is kept beside the pools.
+    room = budget - _checked(at(1), budget, f" and one {unit}").undo_bytes
     low, high = 1, 2
-    while at(high).nbytes <= budget:
+    while at(high).nbytes <= room:
         low, high = high, high * 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if at(middle).nbytes <= budget else (low, middle)
+        low, high = (middle, high) if at(middle).nbytes <= room else (low, middle)
     return at(low)
 
 
 def _checked(smallest: CachePlan, budget: int, what: str) -> CachePlan:
-    if smallest.nbytes > budget:
+    if smallest.total_bytes > budget:
         raise OutOfBlocks(
             got=f"{budget} bytes",
             where="budget_bytes",
-            allowed=f"{smallest.nbytes} bytes or more: {smallest.slots} slots{what}",
+            allowed=f"{smallest.total_bytes} bytes or more: {smallest.slots} slots{what}",
             hint="Lower max_requests or raise the budget.",
         )
     return smallest

@@ -130,6 +130,7 @@ class StepNumbers:
         left_padding: likewise; None: the step has none.
         deepest: the smallest lengths to which the requests could be truncated before the step, once somebody asked.
         in_step: whether those of steps that repeat this one are as much greater as the requests are longer.
+        repeats: whether it is such a step, of the one before.
     """
 
     def __init__(
@@ -150,12 +151,15 @@ class StepNumbers:
         self.left_padding = left_padding
         self.deepest: Int64s | None = None
         self.in_step = False
+        self.repeats = False
 
     def next(self, blocks: Sequence[Sequence[int]]) -> "StepNumbers":
         """Those of a step that brings the same requests a token each, as this one did."""
         found = StepNumbers(self.slots, None, self.counts, self.stored, blocks)
         found.tokens, found.most_new, found.arrays = self.tokens, 1, self.arrays + _ONE_ON
-        found.longest = self.longest
+        found.longest, found.repeats = self.longest, True
+        if blocks is self.blocks:
+            found.most_blocks = self.most_blocks
         if self.in_step and self.deepest is not None:
             found.deepest, found.in_step = self.deepest + 1, True
         return found
@@ -194,6 +198,11 @@ class StepNumbers:
     def most_new(self) -> int:
         """Most new tokens of a request."""
         return max(self.counts, default=0)
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """Most blocks of a request."""
+        return max(map(len, self.blocks), default=0)
 
     @cached_property
     def longest(self) -> int | None:

@@ -32,7 +32,8 @@ def create_cache(
         device: where the pools live, in the backend's words; None for its default.
         max_requests: requests that can be live at once.
         max_tokens: tokens that the paged pools hold over all requests.
-        budget_bytes: bytes for all pools, instead of ``max_tokens``.
+        budget_bytes: bytes for all pools, and for what decode steps keep beside them (``plan.undo_bytes``), instead of
+            ``max_tokens``.
         max_draft_tokens: tokens that ``truncate`` can always undo.
         prefix: prefix reuse: ``off``; ``full`` (every block boundary); ``Periodic(n)`` (multiples of n at which a step
             ends, and semantic points); ``zero`` (blocks only, rings are replayed); ``approximate`` (blocks

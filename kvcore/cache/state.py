@@ -104,6 +104,8 @@ class CacheState:
             state, the request and its new place once the rows are stored, before the request has them; None: nobody.
         has_far: whether a request has or had entries in the host's memory; see ``kvcore.cache.far``.
         passed: calls of layers' verbs whose arguments passed as they are, by all that is checked of them.
+        is_asked: whether somebody outside was given the index of the step that was opened last.
+        is_lent: whether the next step's index is written in its place.
         known: layer -> verb -> what runs such calls at once, where the backend has that.
     """
 
@@ -122,6 +124,7 @@ class CacheState:
         self.paging: Paging | None = None
         # What the backend gave last, and the same with a word of whose it is.
         self._index: tuple[StepIndex | None, StepIndex | None] = None, None
+        self.is_asked, self.is_lent = False, False
         self.traced: Callable[[str, tuple[Any, ...]], bool] | None = getattr(ops, "in_trace", None)
         self.turn_timeout: float | None = None
         self._lock = threading.RLock()
@@ -139,6 +142,9 @@ class CacheState:
         # Of backends that lay an index out themselves.
         self._new_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
         self._new_index = getattr(ops, "new_index", None)
+        # Of those, some have a place for one that nobody sees but the step's own handles.
+        self._lent_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
+        self._lent_index = getattr(ops, "lent_index", None)
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.
@@ -438,12 +444,17 @@ class CacheState:
             tables.update(numbers.slots, numbers.blocks)
         columns = most
         if most and not padded and self.ops.in_place:
-            columns = min(most, columns_for(max(map(len, numbers.blocks), default=0)))
+            columns = min(most, columns_for(numbers.most_blocks))
         shape = numbers.shape(columns, pad_tokens, pad_requests)
         # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next; one
         # whose arrays do not change may keep any.
-        keep = self.keeps_index
-        if not padded and (keep is None or self.ops.in_place):
+        keep, asked, self.is_asked = self.keeps_index, self.is_asked, False
+        # Who did not ask for the index of the step that this one repeats does not ask for this one's, in most loops.
+        lend = None if padded or asked or not numbers.repeats else self._lent_index
+        self.is_lent = lend is not None
+        if lend is not None:
+            found = lend(numbers, shape, tables)
+        elif not padded and (keep is None or self.ops.in_place):
             new = self._new_index
             found = self.ops.index(kept_index(numbers, shape, tables)) if new is None else new(numbers, shape, tables)
         elif keep is None:
@@ -455,6 +466,12 @@ class CacheState:
             index = StepIndex(*found[:-1], self.paging)
             self._index = found, index
         return index
+
+    def own_index(self, numbers: StepNumbers, index: StepIndex) -> StepIndex:
+        """The index of a step once more, for somebody who may keep it."""
+        # Of the blocks that the step had: its requests may have others by now.
+        host = build_index(numbers.rows, max_blocks=index.block_table.shape[1])
+        return StepIndex(*self.ops.index(host)[:-1], self.paging)
 
     def digest_lanes(self, requests: Sequence[Request]) -> list[tuple[int, list[tuple[int, int]]]]:
         """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""

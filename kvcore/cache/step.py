@@ -107,12 +107,12 @@ class Step(Generic[C]):
     @property
     def positions(self) -> Any:
         """[T] int32 absolute position of every token, -1 for padding."""
-        return self._device_index.positions
+        return self._state.own_index.positions
 
     @property
     def request_index(self) -> Any:
         """[T] int32 which of the step's requests every token belongs to, -1 for padding."""
-        return self._device_index.request_index
+        return self._state.own_index.request_index
 
     def from_batch(self, batch: Any) -> Any:
         """Rows [T, ...] for the verbs, of a batch [Q, S, ...] padded on the right: request q's new tokens come first.
@@ -299,6 +299,8 @@ class StepState:
         self.context = StepContext(cache, opening, numbers, index)
         self._opening = opening
         self._numbers = numbers
+        # The index that its user may keep, once there is one.
+        self._own = None if cache.is_lent else index
         self._layers = StepWrites(self.context)
         self._handles: dict[int, LayerHandle] = {}
 
@@ -329,11 +331,19 @@ class StepState:
             )
         self.context.settle()
         undo = self.context.undo
-        padded = len(self.context.index.positions) > self._numbers.tokens
+        padded = self.context.tokens > self._numbers.tokens
         if self.is_open and not undo.whole and not padded and self._numbers.tokens:
             self.cache.check_outside("step.index")
             undo.keep_all(self.cache.pools)
-        return self.context.index
+        return self.own_index
+
+    @property
+    def own_index(self) -> StepIndex:
+        """The index for somebody who may keep it, with nothing noted."""
+        self.cache.is_asked = True
+        if self._own is None:
+            self._own = self.cache.own_index(self.context.numbers, self.context.index)
+        return self._own
 
     def layer(self, number: int) -> LayerHandle:
         """The handle of a layer."""

@@ -143,7 +143,8 @@ class Undo:
         found = self._rings.get(draft)
         if found is None:
             kinds = self._plan.rings[draft]
-            wanted = tuple([self.overwrites(component, rows) for component, rows, _ in kinds])
+            # Not by ``overwrites``: looking a component up takes longer than asking it.
+            wanted = tuple([self._decide(component, rows) for component, rows, _ in kinds])
             sets = self._plan.ring_sets
             found = sets.get((draft, wanted))
             if found is None:

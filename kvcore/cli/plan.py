@@ -127,7 +127,9 @@ def _capacity(plan: dict) -> Iterator[str]:
         show_fraction(Fraction(plan["bytes_per_token"][kind]["exact"])) for kind in ("logical", "padded")
     )
     yield f"a further token of history: {logical} B logical, {padded} B with padding"
-    total = f"{plan['nbytes']:,} B ({show_bytes(plan['nbytes'])})"
+    if plan["undo_bytes"]:
+        yield f"undo: {plan['undo_bytes']:,} B beside the pools, for the rows that a decode step takes the place of"
+    total = f"{plan['total_bytes']:,} B ({show_bytes(plan['total_bytes'])})"
     tokens = "requests of any length" if plan["max_tokens"] is None else f"{plan['max_tokens']:,} tokens"
     if plan["budget_bytes"] is None:
         yield f"tokens to bytes: {tokens} take {total}"

@@ -74,7 +74,7 @@ def test_words_are_planned_to_the_byte_and_only_where_they_are_asked_for():
     assert "0.entries.check_word" in cache.pools
     assert create(stories.LATENT, canary=False)._state.canary is None
     budget = plan_cache(stories.PAGED, max_requests=2, budget_bytes=40_000, canary=1)
-    assert budget.nbytes <= 40_000
+    assert budget.total_bytes <= 40_000
 
 
 @pytest.mark.parametrize("canary", [0, -1, 1.5, "reads", None, (1 << 30) + 1, 1 << 70])

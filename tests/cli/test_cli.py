@@ -89,9 +89,13 @@ def test_plan_tokens_to_bytes_and_back(capsys) -> None:
     assert by_tokens["slot_bytes"] == 15_500_800
     assert by_tokens["blocks"] == 4096
     assert by_tokens["nbytes"] == 4096 * 917_568 + 64 * 15_500_800
-    back = plan_json(capsys, "deepseek_v4_flash", "--max-requests", "64", "--budget", str(by_tokens["nbytes"]))
+    # A row of 584 bytes of every window, on boundaries of 16, and one of every tail, for 64 tokens of a step.
+    assert by_tokens["undo_bytes"] == 64 * (44 * 592 + 21 * (8192 + 2048) + 20 * 4096)
+    total = by_tokens["nbytes"] + by_tokens["undo_bytes"]
+    assert by_tokens["total_bytes"] == total
+    back = plan_json(capsys, "deepseek_v4_flash", "--max-requests", "64", "--budget", str(total))
     assert (back["blocks"], back["max_tokens"], back["unused_bytes"]) == (4096, 2**20, 0)
-    less = plan_json(capsys, "deepseek_v4_flash", "--max-requests", "64", "--budget", str(by_tokens["nbytes"] - 1))
+    less = plan_json(capsys, "deepseek_v4_flash", "--max-requests", "64", "--budget", str(total - 1))
     assert (less["blocks"], less["unused_bytes"]) == (4095, 917_567)
 
 
@@ -152,6 +156,7 @@ def test_plan_prints_tables(capsys) -> None:
         "padding B",
         "2-42 step 2",
         "917,568 B, 256 tokens each",
+        "undo: 323,008 B beside the pools",
         "bytes to tokens: 40.00 GiB hold",
     ):
         assert part in text

@@ -35,17 +35,17 @@ def test_a_budget_gives_the_largest_cache_that_fits(name, budget, requests, draf
     try:
         plan = plan_cache(spec, budget_bytes=budget, **arguments)
     except OutOfBlocks:
-        assert plan_cache(spec, max_tokens=1, **arguments).nbytes > budget
+        assert plan_cache(spec, max_tokens=1, **arguments).total_bytes > budget
         return
-    assert plan.nbytes <= budget
+    assert plan.total_bytes <= budget
     assert plan.max_tokens is not None
     assert plan.max_tokens % unit == 0
     assert plan.blocks == (0 if name == "contiguous" else plan.max_tokens // unit)
-    assert plan_cache(spec, max_tokens=plan.max_tokens + 1, **arguments).nbytes > budget
+    assert plan_cache(spec, max_tokens=plan.max_tokens + 1, **arguments).total_bytes > budget
 
     again = plan_cache(spec, max_tokens=plan.max_tokens, **arguments)
     assert again == plan
-    assert plan_cache(spec, budget_bytes=plan.nbytes, **arguments) == plan
+    assert plan_cache(spec, budget_bytes=plan.total_bytes, **arguments) == plan
 
 
 @given(tokens=st.integers(1, 10**7), requests=st.integers(1, 300))
@@ -64,7 +64,7 @@ def test_blocks_of_a_request(tokens, blocks):
 
 
 @pytest.mark.parametrize(
-    ("spec", "requests", "least"),
+    ("spec", "requests", "pools", "undo"),
     [
         # one slot: a ring of 8 rows of 584 bytes in each of 6 layers, in 576-byte steps; tails of 8 rows. One block of
         # 32 tokens: 2 CSA layers with 8 entries and 8 keys, 2 HCA layers with 4 entries.
@@ -72,14 +72,18 @@ def test_blocks_of_a_request(tokens, blocks):
             SPECS["Flash tiny"],
             1,
             6 * 5184 + 2 * 8 * (8192 + 2048) + 2 * 8 * 4096 + 2 * (5184 + 576) + 2 * 2880,
+            # one row of each, on boundaries of 16 bytes
+            6 * 592 + 2 * (8192 + 2048) + 2 * 4096,
             id="Flash tiny, one request",
         ),
-        pytest.param(SLOTTED, 3, 3 * 2 * 2 * 32, id="one token contiguous in 2 layers of 3 requests"),
-        pytest.param(RINGS, 3, 3 * 2 * 2 * 16 * 32, id="rings of 16 tokens, nothing else"),
+        pytest.param(SLOTTED, 3, 3 * 2 * 2 * 32, 0, id="one token contiguous in 2 layers of 3 requests"),
+        pytest.param(RINGS, 3, 3 * 2 * 2 * 16 * 32, 3 * 2 * 2 * 32, id="rings of 16 tokens, nothing else"),
     ],
 )
-def test_the_smallest_budget(spec, requests, least):
-    assert plan_cache(spec, max_requests=requests, budget_bytes=least).nbytes == least
+def test_the_smallest_budget(spec, requests, pools, undo):
+    least = pools + undo
+    plan = plan_cache(spec, max_requests=requests, budget_bytes=least)
+    assert (plan.nbytes, plan.undo_bytes, plan.total_bytes) == (pools, undo, least)
     with pytest.raises(OutOfBlocks) as caught:
         plan_cache(spec, max_requests=requests, budget_bytes=least - 1)
     assert caught.value.where == "budget_bytes"

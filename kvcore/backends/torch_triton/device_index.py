@@ -6,6 +6,8 @@ its shape.
 
 The block table, by far the largest of them, is on the device already but for the rows that changed since the last step
 of the shape; what is sent are those, behind the rest. On the CPU everything is written where it lies.
+
+Steps that are not padded have buffers of their own, if nobody may hold their index longer than they last.
 """
 
 from collections.abc import Callable
@@ -32,6 +34,9 @@ NOTHING_ALIKE = None, None, None, None, None
 
 MOST_SENT = 1 << 16
 """Numbers of block tables that go along with a step's others; more of them go in several copies."""
+
+MOST_LENT = 8
+"""Shapes of steps that are not padded of which buffers are kept."""
 
 
 def laid_out(host: StepIndex) -> tuple[tuple[Piece, ...], np.ndarray]:
@@ -90,16 +95,24 @@ class DeviceIndex:
         self._device = torch.device(device)
         self._written = written
         self._buffers: dict[IndexShape, _Buffer] = {}
+        self._lent: dict[IndexShape, _Buffer] = {}
 
     def put(self, host: StepIndex) -> StepIndex:
         """Copy an index of NumPy int32 arrays to the device, without waiting for the device."""
         self._written()
-        return self._of(shape_of(host)).put(host)
+        return self._of(self._buffers, shape_of(host)).put(host)
 
     def send(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
         """The same of a step's numbers, and of the rows of block tables that are others than in the step before."""
         self._written()
-        return self._of(shape).send(numbers, tables)
+        return self._of(self._buffers, shape).send(numbers, tables)
+
+    def lend(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
+        """The same of a step that is not padded: whoever looks at its index does so before the next one is opened."""
+        self._written()
+        if shape not in self._lent and len(self._lent) == MOST_LENT:
+            del self._lent[next(iter(self._lent))]
+        return self._of(self._lent, shape).send(numbers, tables)
 
     def new(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
         """The same in memory of its own."""
@@ -113,12 +126,13 @@ class DeviceIndex:
         lay_out(pinned.numpy(), numbers, shape, tables)
         return split(pinned.to(self._device, non_blocking=True), shape)
 
-    def _of(self, shape: IndexShape) -> "_Buffer":
-        if shape not in self._buffers:
+    def _of(self, buffers: "dict[IndexShape, _Buffer]", shape: IndexShape) -> "_Buffer":
+        found = buffers.get(shape)
+        if found is None:
             # Buffers outlive the mode they are first used in; inference tensors could not be written outside it.
             with torch.inference_mode(False):
-                self._buffers[shape] = _Buffer(shape, self._device)
-        return self._buffers[shape]
+                found = buffers[shape] = _Buffer(shape, self._device)
+        return found
 
 
 class _Buffer:

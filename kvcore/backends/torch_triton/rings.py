@@ -41,7 +41,7 @@ class Rings:
         self._device = device
         self._move = move
         # One step is open at a time: what it keeps, the next one may write over. A line for each token, in which every
-        # ring has its place; and the same as words, as some rings are moved.
+        # ring has its place, as many as were planned; and the same as words, as some rings are moved.
         self._lines: torch.Tensor | None = None
         self._held: dict[tuple[tuple[int, str], ...], torch.Tensor] = {}
         self._tables: dict[tuple[tuple[int, str], ...], Tables] = {}
@@ -56,28 +56,30 @@ class Rings:
             return None
         tables = self._tables_of(pools, rings)
         tokens, held = index.positions.shape[0], self._held.get(rings)
+        if tokens > self._plan.undo_tokens:
+            # Of a step that is no decode step, like a prompt's: they go with it.
+            held = self._new_lines(tokens).view(WORDS[tables.width])
+            self._move.of_none(None, *_arrays(held, index, tables.read), False)
+            return held
         if held is None or held.shape[0] != tokens or held.dtype != WORDS[tables.width]:
-            lines = self._lines
-            if lines is None or lines.shape[0] < tokens:
-                self._held.clear()
-                with torch.inference_mode(False):
-                    lines = torch.empty((tokens, self._plan.ring_line[1]), dtype=torch.uint8, device=self._device)
-                self._lines = lines
-            held = self._held[rings] = lines[:tokens].view(WORDS[tables.width])
-        self._launch(held, index, tables.read, back=False)
+            if self._lines is None:
+                self._lines = self._new_lines(self._plan.undo_tokens)
+            held = self._held[rings] = self._lines[:tokens].view(WORDS[tables.width])
+        arrays = _arrays(held, index, tables.read)
+        known, again = self._again
+        if again is None or not all(map(is_, arrays, known)) or not again():
+            self._move.of_none(None, *arrays, False)
+            self._again = arrays, self._move.launcher(*arrays, False)
         return held
 
     def restore(self, pools: Pools, rings: tuple[tuple[int, str], ...], index: StepIndex, held: torch.Tensor) -> None:
         """Put them back."""
-        self._launch(held, index, self._tables_of(pools, rings).back, back=True)
+        self._move.of_none(None, *_arrays(held, index, self._tables_of(pools, rings).back), True)
 
-    def _launch(self, held: torch.Tensor, index: StepIndex, table: tuple[torch.Tensor, torch.Tensor], *, back: bool):
-        arrays = held, index.positions, index.request_index, index.slots, index.lengths, *table
-        known, again = self._again
-        if back or again is None or not all(map(is_, arrays, known)) or not again():
-            self._move.of_none(None, *arrays, back)
-            if not back:
-                self._again = arrays, self._move.launcher(*arrays, back)
+    def _new_lines(self, tokens: int) -> torch.Tensor:
+        """Room for what so many tokens take the place of in all rings."""
+        with torch.inference_mode(False):
+            return torch.empty((tokens, self._plan.ring_line[1]), dtype=torch.uint8, device=self._device)
 
     def _all_in_slots(self, rings: tuple[tuple[int, str], ...]) -> bool:
         found = self._in_slots.get(rings)
@@ -135,6 +137,11 @@ class Rings:
     def _put(self, array: np.ndarray) -> torch.Tensor:
         with torch.inference_mode(False):
             return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _arrays(held: torch.Tensor, index: StepIndex, table: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What a launch between the rings and ``held`` is given."""
+    return held, index.positions, index.request_index, index.slots, index.lengths, *table
 
 
 def move(_: Any, *given: Any) -> None:

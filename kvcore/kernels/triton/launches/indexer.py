@@ -25,9 +25,11 @@ RUN, MOST_RUNS = 8192, 128
 FEWEST_RUNS = 8
 """Programs that a long query may have at any rate."""
 RUNS_AT_ONCE = 2048
-"""Runs whose lists are kept at a time: 40 MiB for 512 entries, and programs for some waves."""
+"""Runs whose lists are kept at a time, within a half: 40 MiB for 512 entries, and programs for some waves."""
 ROUND = 1024
 """Keys of a run whose scores are kept at a time."""
+LEAST_RUN = 512
+"""Keys that a program has at least where there are as many, of a query that has fewer than its programs could take."""
 REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
 """Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
 HOPPER_REGISTERS = 168
@@ -67,7 +69,7 @@ def _hopper_scores(record: int, heads: int, taken: str, ratio: int, queries: int
 @cache
 def _best_scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, room: int) -> Kernel:
     config, constants = _config(record, heads, *how)
-    constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room}
+    constants = {**constants, "RATIO": ratio, "LEAST": LEAST_RUN, "ROUND": ROUND, "ROOM": room}
     writes = "pairs", "counts", "scores", "floors"
     return Kernel(scores.best_scores_kernel, constants, config.warps, writes=writes, fused=True, **REGISTERS)
 
@@ -177,7 +179,12 @@ def runs_of(props: DeviceProps, tokens: int, columns: int, run: int, k: int) -> 
     most = max(FEWEST_RUNS, min(MOST_RUNS, RUNS_AT_ONCE // tokens))
     runs = max(1, min(most, ceil_div(columns, max(keys, 16))))
     room = max(2 * ROUND, 2 * power_of_two(k))
-    return Runs(runs, ceil_div(columns, runs), min(tokens, max(1, RUNS_AT_ONCE // runs)), room)
+    # A padded step's queries are a few more than a round number, which would be all that is left for another pass.
+    passes = max(1, round(tokens * runs / RUNS_AT_ONCE))
+    share = ceil_div(tokens, passes)
+    # Programs are launched again on parts of arrays that begin on boundaries of 16 bytes.
+    share += -share % 4 if share > 4 else 0
+    return Runs(runs, ceil_div(columns, runs), min(tokens, share), room)
 
 
 def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:
