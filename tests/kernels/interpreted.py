@@ -128,7 +128,13 @@ def aborted():
         where = f"drafts {drafts}, new {new}, {'functional' if functional else 'handles'}"
         # One launch for all layers; none where a handle's rows wait for the commit.
         known = bool(reads) == (functional or new <= 1 + drafts) and len(reads) <= 2
-        yield where, "" if found == want and known else f"{least}, {len(reads)} reads"
+        # What is kept beside the pools from step to step is what was planned; more of it goes with its step.
+        rings, plan = cache._state.ops._rings, cache.plan
+        room = 0 if rings._lines is None else rings._lines.nbytes
+        planned = room == (plan.undo_bytes if known and reads and len(tokens) <= plan.undo_tokens else 0)
+        held = {each.untyped_storage().data_ptr() for each in (*rings._held.values(), *rings._again[0][:1])}
+        planned &= held <= (set() if rings._lines is None else {rings._lines.data_ptr()})
+        yield where, "" if found == want and known and planned else f"{least}, {len(reads)} reads, {room} bytes kept"
 
 
 GROUPS = {

@@ -28,6 +28,8 @@ class Pair:
     def __init__(self, *how):
         self.caches = opened(*how), opened(*how)
         self.held = []
+        # Indices of steps that are not padded, and what they said.
+        self.kept = []
 
     def both(self, act):
         """What ``act`` gives of each, or the error that it raises of both."""
@@ -47,14 +49,17 @@ class Pair:
         found = self.both(lambda cache, _: cache.admit(ids))
         self.held.append(found)
 
-    def step(self, chosen, count, padding, *, abort, look):
-        """A step of some requests, committed or not; its index is that of the other."""
+    def step(self, chosen, count, padding, *, abort, look, ask):
+        """A step of some requests, committed or not; its index, asked for or not, is that of the other."""
         before = [[pair[n].length for pair in chosen] for n in (0, 1)] if look else None
 
         def run(cache, number):
             pairs = {pair[number]: count for pair in chosen}
             step = cache.step(pairs, pad_tokens=padding, pad_requests=padding)
-            index = [to_numpy(array).copy() for array in step.index.arrays]
+            found = step.index if ask or number else step._device_index
+            index = [to_numpy(array).copy() for array in found.arrays]
+            if found is not step._device_index or (ask and padding is None):
+                self.kept.append((found, index))
             if look:
                 assert before[number] == [pair[number].length for pair in chosen]
             if abort:
@@ -69,6 +74,9 @@ class Pair:
             assert one.tolist() == other.tolist()
 
     def compare(self):
+        for index, said in self.kept:
+            for array, want in zip(index.arrays, said, strict=True):
+                assert to_numpy(array).tolist() == want.tolist()
         one, other = (cache._state.manager for cache in self.caches)
         for first, second in self.held:
             mine, theirs = one.place(first), other.place(second)
@@ -108,14 +116,16 @@ def test_lives_with_long_runs_of_one_step_are_those_that_are_looked_at_whole(bac
                 )
             )
         elif kind == "prefill":
-            pair.step(pair.held[number : number + 1], rng.choice([1, 3, 5]), None, abort=rng.random() < 0.2, look=False)
+            some, abort = pair.held[number : number + 1], rng.random() < 0.2
+            pair.step(some, rng.choice([1, 3, 5]), None, abort=abort, look=False, ask=True)
         elif kind == "look":
             pair.compare()
         elif kind == "run":
             chosen = rng.sample(pair.held, rng.randint(1, len(pair.held)))
             padding = rng.choice([None, 5])
             for _ in range(rng.randint(1, 9)):
-                pair.step(chosen, 1, padding, abort=rng.random() < 0.1, look=rng.random() < 0.1)
+                abort, look, ask = (rng.random() < share for share in (0.1, 0.1, 0.2))
+                pair.step(chosen, 1, padding, abort=abort, look=look, ask=ask)
     pair.compare()
 
 
@@ -129,6 +139,28 @@ def test_a_run_of_one_step_is_not_looked_at_again(monkeypatch):
             cache.pools = cache.pools
     assert len(made) == 11
     assert [request.length for request in held] == [12] * 3
+
+
+def test_the_index_of_a_repeated_step_takes_the_place_of_the_one_before_unless_somebody_asked_for_that():
+    pytest.importorskip("torch")
+    cache = opened(PLAIN, "torch_triton", "off")
+    held, kept, places = [cache.admit() for _ in range(3)], [], []
+    for number in range(10):
+        with cache.step(dict.fromkeys(held, 1)) as step:
+            places.append(step._device_index.lengths.data_ptr())
+            assert step._device_index.lengths.tolist() == [number + 1] * 3
+            if number == 4:
+                kept.append((step.positions, [4] * 3))
+            if number == 7:
+                kept += (step.index.lengths, [8] * 3), (step.request_index, [0, 1, 2])
+            cache.pools = cache.pools
+    lent = places[1]
+    assert [place == lent for place in places] == [number not in (0, 5, 8) for number in range(10)]
+    # Steps that have ended are told of themselves still.
+    kept.append((step.index.starts, [9] * 3))
+    with cache.step(dict.fromkeys(held, 1)):
+        cache.pools = cache.pools
+    assert [array.tolist() for array, _ in kept] == [said for _, said in kept]
 
 
 @pytest.mark.parametrize("count", [True, 1.0], ids=["a truth value", "a float"])
