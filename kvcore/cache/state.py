@@ -143,8 +143,8 @@ class CacheState:
         self._new_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
         self._new_index = getattr(ops, "new_index", None)
         # Of those, some have a place for one that nobody sees but the step's own handles.
-        self._lent_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
-        self._lent_index = getattr(ops, "lent_index", None)
+        self._repeated_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
+        self._repeated_index = getattr(ops, "repeated_index", None)
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.
@@ -450,7 +450,7 @@ class CacheState:
         # whose arrays do not change may keep any.
         keep, asked, self.is_asked = self.keeps_index, self.is_asked, False
         # Who did not ask for the index of the step that this one repeats does not ask for this one's, in most loops.
-        lend = None if padded or asked or not numbers.repeats else self._lent_index
+        lend = None if padded or asked or not numbers.repeats else self._repeated_index
         self.is_lent = lend is not None
         if lend is not None:
             found = lend(numbers, shape, tables)

@@ -15,7 +15,7 @@ def told(spec, device, drafts, *, lent):
     """Digests after lives in which some steps are given up, and how many of the steps were lent their index."""
     cache = stories.create(spec, "torch_triton", device=device, max_draft_tokens=drafts, check=False)
     if not lent:
-        cache._state._lent_index = None
+        cache._state._repeated_index = None
     requests = [cache.admit() for _ in range(3)]
     stories.tell(cache, {request: [*range(5 + number)] for number, request in enumerate(requests)})
     found, count, rng = [], 0, np.random.default_rng(3)

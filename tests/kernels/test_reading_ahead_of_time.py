@@ -199,7 +199,7 @@ def test_scores_compile(name, given, arch, size, record):
     assert takes_codes(keys) == (name == "index_fp8_132")
     config, constants = score_config(keys, 64, arch >= 89, codes, size)
     constants["RATIO"] = 4
-    alone = {"TILES": 4}, {"LEAST": LEAST_RUN, "ROUND": ROUND, "ROOM": 2 * ROUND}
+    alone = {"TILES": 4}, {"LEAST": LEAST_RUN, "ROUND": ROUND, "ROOM": 2 * ROUND, "KEPT": 512}
     for kernel, more in zip((scores.scores_kernel, scores.best_scores_kernel), alone, strict=True):
         types = {"q": "fp8e4nv"} if codes else {}
         options = {

@@ -237,9 +237,9 @@ class TorchOps(Decided, Ops):
         """The same of a step whose block tables are kept on the host: what changed of them goes along."""
         return self._index.send(numbers, shape, tables)
 
-    def lent_index(self, numbers, shape, tables):
+    def repeated_index(self, numbers, shape, tables):
         """The same of a step that is not padded, in memory that the next one of its shape writes."""
-        return self._index.lend(numbers, shape, tables)
+        return self._index.repeat(numbers, shape, tables)
 
     def new_index(self, numbers, shape, tables):
         """The same of a step that is not padded, in memory of its own."""

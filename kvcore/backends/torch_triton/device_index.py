@@ -107,7 +107,7 @@ class DeviceIndex:
         self._written()
         return self._of(self._buffers, shape).send(numbers, tables)
 
-    def lend(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
+    def repeat(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
         """The same of a step that is not padded: whoever looks at its index does so before the next one is opened."""
         self._written()
         if shape not in self._lent and len(self._lent) == MOST_LENT:

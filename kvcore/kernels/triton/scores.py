@@ -355,8 +355,8 @@ def best_scores_kernel(
     pairs_ptr, counts_ptr, scores_ptr, floors_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr,
     request_ptr, table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
     R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    LEAST: tl.constexpr, ROUND: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    TAKEN: tl.constexpr, NATIVE: tl.constexpr,
+    LEAST: tl.constexpr, ROUND: tl.constexpr, ROOM: tl.constexpr, KEPT: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The best k of every ``run`` entries -> pairs [tokens, parts, ROOM], their numbers -> counts [tokens, parts].
 
@@ -371,7 +371,8 @@ def best_scores_kernel(
         token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, TAKEN
     )
     # Tables may be far wider than this request: its own entries are what the programs share.
-    run = tl.minimum(run, tl.maximum(tl.cdiv(tl.minimum(visible, columns), parts), LEAST))
+    share = tl.cdiv(tl.cdiv(tl.minimum(visible, columns), parts), KEYS) * KEYS
+    run = tl.minimum(run, tl.maximum(share, LEAST))
     last = tl.minimum(tl.minimum(visible, columns), part * run + run)
     place = token.to(tl.int64) * parts + part
     list_ptr, scores_ptr = pairs_ptr + place * ROOM, scores_ptr + place * ROUND
@@ -403,6 +404,6 @@ def best_scores_kernel(
             bound, count = truncate_list(list_ptr, count, bound, k, most, ROOM)
             tl.atomic_max(floors_ptr + token, bound - 1, sem="relaxed")
             tl.debug_barrier()
-    if count > k:
+    if count > KEPT:
         bound, count = truncate_list(list_ptr, count, bound, k, k, ROOM)
     tl.store(counts_ptr + place, count)

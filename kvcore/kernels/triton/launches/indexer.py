@@ -30,6 +30,8 @@ ROUND = 1024
 """Keys of a run whose scores are kept at a time."""
 LEAST_RUN = 512
 """Keys that a program has at least where there are as many, of a query that has fewer than its programs could take."""
+KEPT_LISTS = 1
+"""How often a run's list may be as long as the next power of two above the picks."""
 REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
 """Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
 HOPPER_REGISTERS = 168
@@ -67,9 +69,9 @@ def _hopper_scores(record: int, heads: int, taken: str, ratio: int, queries: int
 
 
 @cache
-def _best_scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, room: int) -> Kernel:
+def _best_scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, room: int, kept: int) -> Kernel:
     config, constants = _config(record, heads, *how)
-    constants = {**constants, "RATIO": ratio, "LEAST": LEAST_RUN, "ROUND": ROUND, "ROOM": room}
+    constants = {**constants, "RATIO": ratio, "LEAST": LEAST_RUN, "ROUND": ROUND, "ROOM": room, "KEPT": kept}
     writes = "pairs", "counts", "scores", "floors"
     return Kernel(scores.best_scores_kernel, constants, config.warps, writes=writes, fused=True, **REGISTERS)
 
@@ -187,9 +189,14 @@ def runs_of(props: DeviceProps, tokens: int, columns: int, run: int, k: int) -> 
     return Runs(runs, ceil_div(columns, runs), min(tokens, share), room)
 
 
+def kept(k: int) -> int:
+    """Pairs of a run that are handed on: with a few more than the best k nothing is cut at its end."""
+    return KEPT_LISTS * power_of_two(k)
+
+
 def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:
     """Pairs, counts and scores that ``score_select_rows`` needs."""
-    return *workspace(runs.tokens, runs.runs, runs.room, power_of_two(k), k), runs.tokens * runs.runs * ROUND
+    return *workspace(runs.tokens, runs.runs, runs.room, kept(k), k), runs.tokens * runs.runs * ROUND
 
 
 def _score_select_out(to: Framework, q: Array, k: int) -> Array:
@@ -216,7 +223,7 @@ def score_select_rows(
     # As close as ``score_rows`` has them.
     codes = q.dtype == to.e4m3 and not _on_hopper(to, q, record, tokens * columns, block_table.shape[0])
     how = to.native(q), codes, size_of(tokens * columns)
-    kernel = _best_scores(record, heads, how, ratio, runs.room)
+    kernel = _best_scores(record, heads, how, ratio, runs.room, kept(k))
     pools, most = BOUND[record].given(buffers), min(k + k // 4, runs.room - ROUND)
     q = _rotated(to, q, rotated, record)
     for start in range(0, tokens, runs.tokens):
@@ -232,6 +239,6 @@ def score_select_rows(
             (pairs, counts, held, floors, *step[:2], *pools, *step[2:], block_table),
             (some, heads, runs.runs, columns, block_table.shape[1], runs.keys, k, most),
         )
-        lists = Lists(pairs, counts, runs.runs, runs.room, power_of_two(k))
+        lists = Lists(pairs, counts, runs.runs, runs.room, kept(k))
         rank_lists(to, chosen, some, lists, (pairs, counts), k)
     return out
