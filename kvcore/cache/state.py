@@ -11,6 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -282,47 +283,52 @@ class CacheState:
             OutOfSlots, OutOfBlocks: no room. RequestError: ``into`` has another salt. Nothing is changed.
         """
         shares = salt is not None if shares is None else shares
-        if into is None:
-            request, place = self.admit(salt)
-        else:
-            request, place = into, self.manager.place(into).copy()
-            if salt not in (None, place.salt):
-                raise RequestError(
-                    got=f"request {into.id} of salt {place.salt!r}", where="import: into", allowed=f"salt {salt!r}"
-                )
-            self.filling = into
-        # Whoever finds rows of an approximate replay is told so under that policy alone.
-        told = not left.approximate or self.prefix.policy == "approximate"
-        shares = shares and not left.converted and told
-        taken = TakenOver(
-            left.length,
-            left.floor,
-            left.tokens,
-            salt=place.salt,
-            shares=shares,
-            converted=left.converted,
-            approximate=left.approximate,
-        )
-        try:
-            self.manager.take_over(request, place, taken)
-            place.far = far
-            self.has_far |= far is not None
-            row = self.row_of(place)
-            self.pools = (
-                rows(self.ops, self.pools, row) if callable(rows) else write_rows(self.ops, self.pools, row, rows)
-            )
-            if self.canary is not None:
-                self.pools = self.canary.seal(self.pools, row)
-            self.prefix.extend(place)
-            if self.follow is not None:
-                self.follow(self, request, place, 0)
-        except BaseException:
+        with ExitStack() as alone:
+            # JAX's pools are renewed once for the slot that is cleared and for what comes into it: no program reads
+            # them in between.
+            alone.enter_context(getattr(self.ops, "alone", nullcontext)())
             if into is None:
-                self.free(place)
+                request, place = self.admit(salt)
             else:
-                self.manager.blocks.drop(place.blocks[::-1])
-                self._clean()
-            raise
+                request, place = into, self.manager.place(into).copy()
+                if salt not in (None, place.salt):
+                    raise RequestError(
+                        got=f"request {into.id} of salt {place.salt!r}", where="import: into", allowed=f"salt {salt!r}"
+                    )
+                self.filling = into
+            # Whoever finds rows of an approximate replay is told so under that policy alone.
+            told = not left.approximate or self.prefix.policy == "approximate"
+            shares = shares and not left.converted and told
+            taken = TakenOver(
+                left.length,
+                left.floor,
+                left.tokens,
+                salt=place.salt,
+                shares=shares,
+                converted=left.converted,
+                approximate=left.approximate,
+            )
+            try:
+                self.manager.take_over(request, place, taken)
+                place.far = far
+                self.has_far |= far is not None
+                row = self.row_of(place)
+                self.pools = (
+                    rows(self.ops, self.pools, row) if callable(rows) else write_rows(self.ops, self.pools, row, rows)
+                )
+                alone.close()
+                if self.canary is not None:
+                    self.pools = self.canary.seal(self.pools, row)
+                self.prefix.extend(place)
+                if self.follow is not None:
+                    self.follow(self, request, place, 0)
+            except BaseException:
+                if into is None:
+                    self.free(place)
+                else:
+                    self.manager.blocks.drop(place.blocks[::-1])
+                    self._clean()
+                raise
         self.manager.adopt(request, place)
         self.filling = None
         self.prefix.publish(place)

@@ -5,7 +5,6 @@ leaves the cache as it was. Blobs of 0.1.0 are read too.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from io import BytesIO
 from typing import Any, NamedTuple, cast
 
@@ -226,9 +225,7 @@ def take_in(
 
     keeps = cache.most_checkpoints and layout.checkpoints
     states = states_of(cache.ops, layout, pages, rows()) if keeps else []
-    # JAX's pools are not to be renewed for the slot that is cleared, and again for what comes into it.
-    with getattr(cache.ops, "alone", nullcontext)():
-        return cache.restore(record, write, into, salt=salt, shares=shares, states=states)
+    return cache.restore(record, write, into, salt=salt, shares=shares, states=states)
 
 
 class Leaving(NamedTuple):

@@ -7,7 +7,6 @@ end. Whoever asks with the same tokens, spec and salt finds them: other layouts,
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -172,13 +171,9 @@ def load(
         return write_rows(ops, form.write(ops, pools, row, pages, layers), row, rows)
 
     shares = False if layers else None
-
-    def restore(held: Any) -> Request:
-        # Pages come some at a time: JAX's pools are renewed for the first.
-        with getattr(state.ops, "alone", nullcontext)():
-            return held.restore(left, write, into, salt=salt, shares=shares, far=behind)
-
-    return cache.exclusive("store.load", restore)
+    return cache.exclusive(
+        "store.load", lambda held: held.restore(left, write, into, salt=salt, shares=shares, far=behind)
+    )
 
 
 def bring(cache: Cache, request: Request, most: int | None = None) -> int:

@@ -1,13 +1,25 @@
 """Rows that come into pools in the host's memory are put there in place, and nobody's array changes for it."""
 
+import inspect
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvcore
+from kvcore import store as stores
+from kvcore.backends.jax_pallas.backend import JaxOps
+from kvcore.backends.jax_pallas.host_memory import Memory
+from kvcore.handoff import Direct, Exporter, pull
+from kvcore.portable.blob import copy_request
+from kvcore.portable.convert import with_formats
+from kvcore.spec import from_json
+from kvcore.store import BlockStore, HostTier
 from tests.support import stories
 
+GOLDEN = Path(__file__).parent.parent / "portable" / "golden_v1"
 OPS = {"planar": {}, "tpu_tile": {"layout": "tpu_tile"}}
 
 
@@ -80,3 +92,71 @@ def test_who_looks_at_a_slot_before_rows_come_keeps_what_it_saw(caches):
     for _ in range(2):
         cache.pools = cache.pools.replace({name: jnp.flip(array) for name, array in cache.pools.items()})
     assert cache.digest([request]) == cache.digest([one])
+
+
+WRITE_ALONE = {"alone", "asarray", "host_pools", "index", "move_strips", "poison", "reset_slots", "store_rows"}
+"""What may be called of the verbs while pools are written to without being renewed: none of it has a program read a
+pool that it does not give away."""
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Every time that pools were alone, while every other verb is an error."""
+    times = []
+    enter = Memory.alone
+
+    def counted(memory):
+        times.append(memory)
+        return enter(memory)
+
+    def watched(name, verb):
+        def run(self, *given, **options):
+            assert self.memory._ours is None, f"{name} between two writes"
+            return verb(self, *given, **options)
+
+        return run
+
+    for name in dir(JaxOps):
+        verb = inspect.getattr_static(JaxOps, name)
+        if inspect.isfunction(verb) and not name.startswith("_") and name not in WRITE_ALONE:
+            monkeypatch.setattr(JaxOps, name, watched(name, verb))
+    monkeypatch.setattr(Memory, "alone", counted)
+    return times
+
+
+@pytest.mark.parametrize("canary", [False, 1])
+def test_no_program_reads_pools_while_rows_come_in(alone, canary):
+    spec, tokens = stories.MIXED, list(range(2 * stories.MIXED.block_tokens))
+    source, options = stories.create(spec, "reference", prefix="full"), {"prefix": "full", "canary": canary}
+    one = source.admit(tokens)
+    stories.tell(source, {one: tokens})
+    cache = stories.create(spec, "jax_pallas", max_requests=8, max_tokens=512, **options)
+    store = BlockStore([HostTier(1 << 24)])
+    stores.save(store, source, one, tokens)
+    exporter = Exporter(source)
+    made = {
+        "blob": lambda: cache.import_request(source.export_request(one), salt="a"),
+        "into": lambda: cache.import_request(source.export_request(one), into=cache.admit()),
+        "store": lambda: stores.load(store, cache, tokens),
+        "pull": lambda: pull(cache, exporter.export(one), Direct(exporter), salt="b"),
+        "copy": lambda: copy_request(source, one, cache),
+    }
+    for number, (way, make) in enumerate(made.items()):
+        assert cache.digest([make()]) == source.digest([one]), way
+        assert len(alone) == number + 1, way
+    if canary:
+        assert not cache.faults()
+
+
+def test_nor_while_rows_of_other_formats_or_of_an_older_version_do(alone):
+    source = stories.create(stories.MIXED, "reference")
+    one = source.admit()
+    stories.tell(source, {one: list(range(21))})
+    wide = with_formats(stories.MIXED, {"key": "fp32"})
+    cache = stories.create(wide, "jax_pallas")
+    assert cache.import_request(source.export_request(one), convert=True).converted
+    old = kvcore.create_cache(
+        from_json((GOLDEN / "spec.json").read_text()), backend="jax_pallas", max_requests=2, max_tokens=256
+    )
+    assert old.import_request((GOLDEN / "blob").read_bytes()).length == 21
+    assert len(alone) == 2
