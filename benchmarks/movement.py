@@ -161,24 +161,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     compiled = native.wait() is not None
-    found: dict[str, Any] = {"memory": {"": memory(args.repeats)}}
+    found: dict[str, Any] = {}
+
+    def keep(backend: str, scene: str, measured: dict[str, Any]) -> None:
+        """What is known stays known, if the rest comes to no end."""
+        found.setdefault(backend, {})[scene] = measured
+        for name, seconds in measured["seconds"].items():
+            rate = measured["bytes"] / seconds / 1e6
+            print(f"{backend:14} {scene:18} {name:20} {seconds * 1e3:10.1f} ms {rate:10.0f} MB/s", flush=True)
+        if args.out:
+            about = environment.of_script()
+            record = {"environment": about, "tokens": args.tokens, "compiled": compiled, "measured": found}
+            if args.before:
+                record["before"] = json.loads(args.before.read_text())
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    keep("memory", "", memory(args.repeats))
     for backend in args.backends.split(","):
-        found[backend] = {"rows in memory": lanes(backend, args.repeats)}
+        keep(backend, "rows in memory", lanes(backend, args.repeats))
         for scene in args.scenes.split(","):
             spec, tokens = SCENES[scene](args.tokens)
-            found[backend][scene] = moves(spec, backend, tokens, args.repeats)
-        if backend in args.restore.split(","):
-            found[backend]["100K tokens of V4"] = restored(backend, args.repeats)
-    for backend, scenes in found.items():
-        for scene, measured in scenes.items():
-            for name, seconds in measured["seconds"].items():
-                rate = measured["bytes"] / seconds / 1e6
-                print(f"{backend:14} {scene:18} {name:20} {seconds * 1e3:10.1f} ms {rate:10.0f} MB/s")
-    if args.out:
-        record = {"environment": environment.describe(), "tokens": args.tokens, "compiled": compiled, "measured": found}
-        if args.before:
-            record["before"] = json.loads(args.before.read_text())
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+            keep(backend, scene, moves(spec, backend, tokens, args.repeats))
+    for backend in filter(None, args.restore.split(",")):
+        keep(backend, "100K tokens of V4", restored(backend, args.repeats))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """How fast a request moves between a GPU and the host's memory, verified and committed, beside plain copies.
 
-DeepSeek-V4-Flash's rows. ``export`` lays a request out in pinned memory, verified by the digest that the GPU works out
-as rows leave it; ``pull`` takes it in again, verified where it arrives, and makes a request of it. ``store`` is the
-host's tier of a block store, whose pages are verified by XXH3 on the host. Every move is checked: the digest of what
-arrived is that of what left.
+DeepSeek-V4-Flash's rows, and V4-Pro's. ``export`` lays a request out in pinned memory, verified by the digest that the
+GPU works out as rows leave it; ``pull`` takes it in again, verified where it arrives, and makes a request of it.
+``store`` is the host's tier of a block store, whose pages are verified by XXH3 on the host. ``chunks`` are MiB of the
+device's buffers, others than the library's among them. Every move is checked: the digest of what arrived is that of
+what left.
 
     python -m benchmarks.movement_cuda --out records/movement_h200.json
 """
@@ -15,11 +16,11 @@ import json
 import pstats
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ import torch.distributed as dist
 import kvcore
 from kvcore import environment
 from kvcore import store as stores
+from kvcore.backends.torch_triton import cuda_units
 from kvcore.handoff import Direct, Exporter, decode_handle, encode_handle, pull
 from kvcore.interop.torch_distributed import PeerTransport, serve
 from kvcore.portable.record import RequestRecord
@@ -79,9 +81,9 @@ def profiled(act: Act, after: Callable[[Any], Any]) -> str:
 class Scene:
     """One request and what it cost to move it."""
 
-    def __init__(self, tokens: int, repeats: int, profile: bool) -> None:
+    def __init__(self, spec: CacheSpec, tokens: int, repeats: int, profile: bool) -> None:
         self.tokens, self.repeats, self.profile = tokens, repeats, profile
-        self.cache, (self.request,) = filled(presets.deepseek_v4_flash(draft=False), tokens)
+        self.cache, (self.request,) = filled(spec, tokens)
         self.right = self.cache.digest([self.request])
         self.bytes = 0
         self.seconds: dict[str, list[float]] = {}
@@ -101,7 +103,7 @@ class Scene:
         print(f"   first {found[0] * 1e3:.2f}, median {statistics.median(found) * 1e3:.2f}", end="")
         print(f"   at {time.perf_counter() - BEGAN:.1f} s", flush=True)
         if self.profile:
-            self.profiles[f"{self.tokens} {what}"] = profiled(act, after)
+            self.profiles[what] = profiled(act, after)
 
     def move(self) -> None:
         """Between the device and pinned memory, and on the device."""
@@ -149,6 +151,31 @@ class Scene:
         self.time("copy to pinned memory", lambda: there.copy_(here, non_blocking=True))
         self.time("copy from pinned memory", lambda: here.copy_(there, non_blocking=True))
         self.time("copy on the device", lambda: other.copy_(here))
+
+    def chunks(self, sizes: list[int]) -> None:
+        """Out and in again through buffers of so many MiB."""
+        desk = Exporter(self.cache, places=1)
+        for size in sizes:
+            with patch.object(cuda_units, "CHUNK", size << 20):
+                handles: list[Any] = [desk.export(self.request)]
+
+                def bring() -> Any:
+                    return pull(self.cache, handles.pop(), Direct(desk), timeout=600.0)  # noqa: B023
+
+                def again(moved: Any) -> None:
+                    self.arrived(moved)
+                    handles.append(desk.export(self.request))  # noqa: B023
+
+                self.time(f"pull, committed, {size} MiB", bring, again)
+                desk.finish(desk.name, handles[0].number, handles[0].generation)
+
+                def out() -> Any:
+                    return desk.export(self.request)
+
+                def done(made: Any) -> None:
+                    desk.finish(desk.name, made.number, made.generation)
+
+                self.time(f"export, {size} MiB", out, done)
 
     def keep(self) -> None:
         """In a store, and as a blob."""
@@ -274,9 +301,16 @@ def processes(tokens: int, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def whole_numbers(text: str) -> list[int]:
+    """Of a list with commas."""
+    return [int(one) for one in text.split(",") if one]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1048576,131072")
+    parser.add_argument("--tokens", default="1048576,131072", help="of V4-Flash's requests")
+    parser.add_argument("--pro", default="131072", help="tokens of V4-Pro's")
+    parser.add_argument("--chunks", default="", help="MiB of buffers that requests go through once more: 16,32,64")
     parser.add_argument("--stored", type=int, default=99_840, help="tokens of what goes through a store; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bursts", type=int, default=3, help="times that each burst is moved; 0: none")
@@ -291,25 +325,34 @@ def main() -> None:
         """What is known stays known, if the rest comes to no end."""
         found[what] = measured
         if args.out:
-            command = " ".join(["python -m benchmarks.movement_cuda", *sys.argv[1:]])
-            about = {"command": command, "device": torch.cuda.get_device_name(), **environment.describe()}
+            about = environment.of_script(torch.cuda.get_device_name())
             args.out.write_text(json.dumps({**about, "measured": found}, indent=1) + "\n")
             lines = (f"== {name}\n{text}" for name, text in profiles.items())
             args.out.with_suffix(".txt").write_text("\n".join(lines))
 
-    for tokens in [int(text) for text in args.tokens.split(",") if text]:
-        scene = Scene(tokens, args.repeats, tokens == args.profile)
+    scenes = [
+        (f"{tokens} tokens{name}", spec, tokens)
+        for name, spec, wanted in (
+            ("", presets.deepseek_v4_flash(draft=False), args.tokens),
+            (" of V4-Pro", presets.deepseek_v4_pro(draft=False), args.pro),
+        )
+        for tokens in whole_numbers(wanted)
+    ]
+    for name, spec, tokens in scenes:
+        scene = Scene(spec, tokens, args.repeats, tokens == args.profile)
         scene.move()
-        profiles |= scene.profiles
-        keep(f"{tokens} tokens", {"bytes": scene.bytes, "seconds": scene.seconds, "beside copies": scene.shares()})
-        print(found[f"{tokens} tokens"]["beside copies"], flush=True)
+        profiles |= {f"{name}: {what}": text for what, text in scene.profiles.items()}
+        shares = scene.shares()
+        scene.chunks(whole_numbers(args.chunks))
+        keep(name, {"bytes": scene.bytes, "seconds": scene.seconds, "beside copies": shares})
+        print(shares, flush=True)
         del scene
         torch.cuda.empty_cache()
     if args.stored:
-        scene = Scene(args.stored, args.repeats, args.stored == args.profile)
+        scene = Scene(presets.deepseek_v4_flash(draft=False), args.stored, args.repeats, args.stored == args.profile)
         scene.bytes = 0
         scene.keep()
-        profiles |= scene.profiles
+        profiles |= {f"{args.stored} tokens through a store: {what}": text for what, text in scene.profiles.items()}
         keep(f"{args.stored} tokens through a store", {"seconds": scene.seconds})
         del scene
         torch.cuda.empty_cache()

@@ -72,7 +72,8 @@ class TransferError(KvcoreError, RuntimeError):
 
     Attributes:
         reason: ``unknown``, ``out_of_range``, ``consumed``, ``stale``, ``expired`` (the exporter refused the
-            reference), ``peer_lost``, ``timeout`` (it did not answer), or ``damaged`` (what came does not verify).
+            reference), ``no_room`` (its places are taken), ``peer_lost``, ``timeout`` (it did not answer), or
+            ``damaged`` (what came does not verify).
     """
 
     def __init__(self, *, reason: str, got: object, where: str, allowed: str, hint: str = "") -> None:

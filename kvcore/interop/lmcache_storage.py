@@ -58,9 +58,9 @@ def storage() -> Any:
             self.store = store_of(extra, "kvcore.")
 
         def contains(self, key: Any, pin: bool = False) -> bool:
-            """Whether a chunk is there; none is pinned: what goes meanwhile is a miss."""
+            """Whether a chunk is there, or at a peer; none is pinned: what goes meanwhile is a miss."""
             del pin
-            return self.store.has(_key(key))
+            return self.store.longest([_key(key)]) == 1
 
         def exists_in_put_tasks(self, key: Any) -> bool:
             """Never: a chunk is there when putting it returns."""

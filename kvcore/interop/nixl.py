@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcore.errors import BackendError, TransferError
 from kvcore.foreign import UNREADABLE, shortened
-from kvcore.portable.exporter import REASONS, Exporter, Handle, check_range
+from kvcore.portable.exporter import REASONS, Exports, Handle, check_range
 from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
 
@@ -73,7 +73,7 @@ def agent(name: str) -> Any:
 class NixlServer:
     """The side of an exporter: gives out memory of its exports. ``poll`` answers what was asked meanwhile."""
 
-    def __init__(self, exporter: Exporter, nixl: Any) -> None:
+    def __init__(self, exporter: Exports, nixl: Any) -> None:
         self._exporter = exporter
         self._nixl = nixl
         # Place -> the export whose pages are registered, and the registration.

@@ -80,6 +80,7 @@ def storage() -> Any:
             """Each as ``get``."""
             del target_sizes
             places = [None] * len(keys) if target_locations is None else target_locations
+            self.store.fetch([self._key(key) for key in keys])
             return [self.get(key, place) for key, place in zip(keys, places, strict=True)]
 
         def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -102,6 +103,7 @@ def storage() -> Any:
             """Pages into the host pool; behind the first that is missing or damaged none is filled."""
             del extra_info
             pool, done = self.mem_pool_host, list[bool]()
+            self.store.fetch([self._key(key) for key in keys])
             for number, key in enumerate(keys):
                 place = host_indices[number * pool.page_size]
                 page = self.get(key, pool.get_dummy_flat_data_page()) if all(done) else None

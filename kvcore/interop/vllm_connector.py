@@ -99,7 +99,8 @@ def connector() -> Any:
             known, groups = self._request(request), self.groups
             if num_computed_tokens % groups.step:
                 return 0, False
-            there = groups.hit(known.keys, max(0, len(known.tokens) - 1), self.store.has)
+            has = self.store.look_up([key for keys in known.keys for key in keys])
+            there = groups.hit(known.keys, max(0, len(known.tokens) - 1), has)
             if there <= num_computed_tokens or (not groups.alone and there in known.asked):
                 return 0, False
             return there - num_computed_tokens, not groups.alone

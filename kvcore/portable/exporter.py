@@ -86,54 +86,30 @@ class _ExportSlot:
     readers: int = 0
 
 
-class Exporter:
-    """Exports of one cache. Safe to use from several threads.
+class Exports:
+    """Exports in numbered places, each for a while; what transports ask. Safe to use from several threads.
 
-    ``digest`` is what pages on the host are verified by: ``xxh3_128`` finds damage at the speed of memory, ``sha256``
-    is for pages that come by a way that is not trusted, to whoever has the handle from a trusted one. None: the first,
-    or, of a cache on a GPU, ``lanes``, which the GPU works out as the rows leave it.
+    Args:
+        places: how many are there at once.
+        clock: that of leases.
+
+    Attributes:
+        name: 32 hexadecimal digits, never used by another.
     """
 
-    def __init__(
-        self,
-        cache: SharedCache,
-        *,
-        places: int = 64,
-        on_device: bool = False,
-        digest: str | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, places: int, clock: Callable[[], float]) -> None:
         places = check_count(SpecError, "places", places, 1)
-        if digest is not None and digest not in HASHES:
-            raise SpecError(got=digest, where="Exporter: digest", allowed=f"None, {' or '.join(HASHES)}")
-        self._digest = digest
         self.name = uuid.uuid4().hex
-        self._cache = cache
         self._places = [_ExportSlot() for _ in range(places)]
-        self._on_device = on_device
         self._clock = clock
         self._lock = threading.RLock()
 
-    def export(
-        self, request: Request, *, lease_seconds: float = 60.0, readers: int = 1, checkpoints: bool = True
-    ) -> Handle:
-        """Copy a request into pages that can be pulled ``readers`` times within the lease; it may go on, or end.
-
-        ``checkpoints``: whether those of its tokens lie there too, as for ``export_request``.
+    def _lay_out(self, fill: Callable[[tuple[str, int, int]], Staged], lease_seconds: float, readers: int) -> Handle:
+        """Put what ``fill`` makes for (exporter, number, generation) into a free place, under the lock.
 
         Raises:
-            OutOfSlots: every place holds an export whose lease has not ended. RequestError: stale or foreign.
-            ShapeError: a lease that is not a finite number of seconds above 0, or fewer than one reader.
+            OutOfSlots: every place holds an export whose lease has not ended.
         """
-        lease_seconds = check_seconds(lease_seconds, "export: lease_seconds")
-        check_count(ShapeError, "export: readers", readers, 1)
-        # The cache's turn comes before the exporter's: whoever waits for it keeps nobody from the exporter.
-        return self._cache.exclusive("export", partial(self._export, request, lease_seconds, readers, checkpoints))
-
-    @locked
-    def _export(
-        self, request: Request, lease_seconds: float, readers: int, checkpoints: bool, cache: CacheInTurn
-    ) -> Handle:
         now = self._clock()
         free = [n for n, place in enumerate(self._places) if place.staged is None or place.deadline <= now]
         if not free:
@@ -143,15 +119,7 @@ class Exporter:
         # The place that was used least often: a stale handle is then the likeliest to be told so.
         number = min(free, key=lambda n: self._places[n].generation)
         generation = self._places[number].generation + 1
-        staged = stage(
-            cache,
-            request,
-            "export",
-            export=(self.name, number, generation),
-            checkpoints=checkpoints,
-            on_device=self._on_device,
-            digest=self._digest,
-        )
+        staged = fill((self.name, number, generation))
         self._places[number] = _ExportSlot(generation, staged, now + lease_seconds, readers)
         return self._handle(number)
 
@@ -232,6 +200,64 @@ class Exporter:
         )
         assert place.staged is not None
         return place.staged
+
+
+class Exporter(Exports):
+    """Exports of one cache.
+
+    ``digest`` is what pages on the host are verified by: ``xxh3_128`` finds damage at the speed of memory, ``sha256``
+    is for pages that come by a way that is not trusted, to whoever has the handle from a trusted one. None: the first,
+    or, of a cache on a GPU, ``lanes``, which the GPU works out as the rows leave it.
+    """
+
+    def __init__(
+        self,
+        cache: SharedCache,
+        *,
+        places: int = 64,
+        on_device: bool = False,
+        digest: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(places, clock)
+        if digest is not None and digest not in HASHES:
+            raise SpecError(got=digest, where="Exporter: digest", allowed=f"None, {' or '.join(HASHES)}")
+        self._digest = digest
+        self._cache = cache
+        self._on_device = on_device
+
+    def export(
+        self, request: Request, *, lease_seconds: float = 60.0, readers: int = 1, checkpoints: bool = True
+    ) -> Handle:
+        """Copy a request into pages that can be pulled ``readers`` times within the lease; it may go on, or end.
+
+        ``checkpoints``: whether those of its tokens lie there too, as for ``export_request``.
+
+        Raises:
+            OutOfSlots: every place holds an export whose lease has not ended. RequestError: stale or foreign.
+            ShapeError: a lease that is not a finite number of seconds above 0, or fewer than one reader.
+        """
+        lease_seconds = check_seconds(lease_seconds, "export: lease_seconds")
+        check_count(ShapeError, "export: readers", readers, 1)
+        # The cache's turn comes before the exporter's: whoever waits for it keeps nobody from the exporter.
+        return self._cache.exclusive("export", partial(self._export, request, lease_seconds, readers, checkpoints))
+
+    @locked
+    def _export(
+        self, request: Request, lease_seconds: float, readers: int, checkpoints: bool, cache: CacheInTurn
+    ) -> Handle:
+        def fill(export: tuple[str, int, int]) -> Staged:
+            return stage(
+                cache,
+                request,
+                "export",
+                export=export,
+                checkpoints=checkpoints,
+                on_device=self._on_device,
+                digest=self._digest,
+            )
+
+        return self._lay_out(fill, lease_seconds, readers)
 
 
 def check_reference(what: str, generation: int, current: int, *, consumed: bool, expired: bool) -> None:

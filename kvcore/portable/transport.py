@@ -21,7 +21,7 @@ from kvcore.counts import check_count
 from kvcore.errors import ShapeError, TransferError
 from kvcore.foreign import UNREADABLE
 from kvcore.portable.disk import Disk, open_regular, write_whole
-from kvcore.portable.exporter import Exporter, Handle, check_range, check_reference
+from kvcore.portable.exporter import Exports, Handle, check_range, check_reference
 from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
 
@@ -54,7 +54,7 @@ class Transport(Protocol):
 class Direct:
     """From an exporter in the same process: what the others are compared with."""
 
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, exporter: Exports) -> None:
         self._exporter = exporter
 
     def manifest(self, handle: Handle, *, timeout: float) -> bytes:
@@ -106,7 +106,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     page_bytes: int
 
 
-def publish(exporter: Exporter, handle: Handle, folder: str | PathLike[str], *, readers: int = 1) -> Path:
+def publish(exporter: Exports, handle: Handle, folder: str | PathLike[str], *, readers: int = 1) -> Path:
     """Put an export into the folder, whole or not at all.
 
     Raises:

@@ -55,6 +55,7 @@ class Blocks:
             The blocks that were not filled: that of the first page that is missing or damaged, and all behind it.
         """
         pages: list[memoryview] = []
+        self.store.fetch(keys)
         for key in keys:
             page = self.store.get(key)
             if page is None or len(page) != self.page_bytes:

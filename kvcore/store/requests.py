@@ -104,7 +104,7 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
 
 
 def find(store: BlockStore, spec: CacheSpec, tokens: Any, *, salt: str | None = None) -> int:
-    """How many of the tokens a store has, as far as can be said without reading a page."""
+    """How many of the tokens a store or its peers have, as far as can be said without reading a page."""
     ids, salt = token_ids(tokens, "store.find: tokens"), check_salt(salt, "store.find: salt")
     return _found(store, spec, keys_of(spec, ids, salt), salt) * spec.block_tokens
 
@@ -147,6 +147,8 @@ def load(
     form, rings = BlockPages(spec), _rings(spec)
     pages: list[memoryview] = []
     count = _found(store, spec, keys, salt)
+    if count:
+        store.fetch([*keys[:count], *([point_key(keys[count - 1], [], salt)] if rings else [])])
     while count:
         while len(pages) < count and (page := _sized(store.get(keys[len(pages)]), form.nbytes)) is not None:
             pages.append(page)
@@ -217,9 +219,11 @@ def _rings(spec: CacheSpec) -> dict[Key, Component]:
 
 def _found(store: BlockStore, spec: CacheSpec, keys: Sequence[bytes], salt: str | None) -> int:
     """Blocks that can be restored, as far as can be said without reading a page."""
-    count = store.longest(keys)
-    if _rings(spec):
-        while count and not store.has(point_key(keys[count - 1], [], salt)):
+    rings = _rings(spec)
+    there = store.look_up([*keys, *(point_key(key, [], salt) for key in keys if rings and store.peers)])
+    count = next((number for number, key in enumerate(keys) if not there(key)), len(keys))
+    if rings:
+        while count and not there(point_key(keys[count - 1], [], salt)):
             count -= 1
     return count
 

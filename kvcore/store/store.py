@@ -1,12 +1,16 @@
-"""Pages by key over tiers: the first is asked first, what it has no room for goes to the next."""
+"""Pages by key over tiers: the first is asked first, what it has no room for goes to the next.
+
+Behind the tiers there may be peers, other processes' stores: they are asked for what no tier has.
+"""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvcore.errors import ShapeError
+from kvcore.errors import ShapeError, TransferError
 from kvcore.foreign import shortened
 from kvcore.store.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvcore.store.peers import Peer
 from kvcore.store.seal import Seal
 from kvcore.store.tiers import Sealed, Tier
 
@@ -27,7 +31,8 @@ class BlockStore:
 
     Args:
         tiers: the nearest first: ``[HostTier(64 << 30), DiskTier(folder, 1 << 40)]``.
-        secret: where others can write to a tier and are not trusted: see ``Seal``.
+        peers: other processes' stores, asked in this order; what comes from one is kept in the first tier.
+        secret: where others can write to a tier, or answer as a peer, and are not trusted: see ``Seal``.
         events: called with what came and went, outside of any lock.
 
     Attributes:
@@ -46,12 +51,14 @@ class BlockStore:
         self,
         tiers: Sequence[Tier],
         *,
+        peers: Sequence[Peer] = (),
         secret: bytes | None = None,
         events: Callable[[list[Event]], None] | None = None,
     ) -> None:
         if not tiers:
             raise ShapeError(got="no tiers", where="BlockStore", allowed="one or more")
         self.tiers = tuple(tiers)
+        self.peers = tuple(peers)
         self.damaged: list[bytes] = []
         self._seal = Seal(secret)
         self._events = events
@@ -59,12 +66,30 @@ class BlockStore:
         self._lock = threading.RLock()
 
     def has(self, key: bytes) -> bool:
-        """Whether a page is there, as far as can be said without reading it."""
+        """Whether a tier has a page, as far as can be said without reading it; no peer is asked."""
         return any(tier.has(key) for tier in self.tiers)
 
+    def look_up(self, keys: Sequence[bytes]) -> Callable[[bytes], bool]:
+        """What says of each of the keys whether a tier or a peer has its page; no page is read.
+
+        Peers are asked about all of the keys at once, when a tier lacks the first of them.
+        """
+        away: set[bytes] | None = None
+
+        def there(key: bytes) -> bool:
+            nonlocal away
+            if self.has(key):
+                return True
+            if away is None:
+                away = self._away(keys)
+            return key in away
+
+        return there
+
     def longest(self, keys: Sequence[bytes]) -> int:
-        """How many of the keys, from the first on, are there; no page is read."""
-        return next((number for number, key in enumerate(keys) if not self.has(key)), len(keys))
+        """How many of the keys, from the first on, are there, in tiers or at peers; no page is read."""
+        there = self.look_up(keys)
+        return next((number for number, key in enumerate(keys) if not there(key)), len(keys))
 
     def put(self, key: bytes, page: bytes | memoryview, about: About | None = None) -> bool:
         """Keep a page; what it is about is said to whoever listens.
@@ -88,6 +113,25 @@ class BlockStore:
 
     def get(self, key: bytes) -> memoryview | None:
         """A page, verified; None if it is nowhere, or damaged wherever it is. A page from further away moves up."""
+        found = self._get(key)
+        if found is None:
+            # Nobody else waits while a peer is asked.
+            found = next((page for _, page in self._from_peers([key])), None)
+        return found
+
+    def fetch(self, keys: Sequence[bytes]) -> int:
+        """Bring pages that no tier has from peers to the first tier, many at a time, verified; how many came.
+
+        It is what ``get`` does for one page, with a question for many.
+        """
+        return sum(1 for _ in self._from_peers(keys))
+
+    def peek(self, key: bytes) -> Sealed | None:
+        """A page of a tier with its head, not verified, for somebody else; which pages go first stays as it is."""
+        return next((data for tier in self.tiers if (data := tier.peek(key)) is not None), None)
+
+    def _get(self, key: bytes) -> memoryview | None:
+        """From the tiers."""
         events: list[Event] = []
         found: memoryview | None = None
         with self._lock:
@@ -138,6 +182,35 @@ class BlockStore:
                         whole = whole and last.has(key)
         self._tell(events)
         return whole
+
+    def _away(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of the keys that peers have and no tier."""
+        found: set[bytes] = set()
+        for peer in self.peers:
+            missing = [key for key in dict.fromkeys(keys) if key not in found and not self.has(key)]
+            found |= peer.held(missing) if missing else set()
+        return found
+
+    def _from_peers(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, memoryview]]:
+        """Pages that no tier has, as they come from peers: each verified, and in the first tier."""
+        wanted = [key for key in dict.fromkeys(keys) if not self.has(key)] if self.peers else []
+        for peer in self.peers:
+            asked = list(wanted)
+            while asked and (coming := peer.fetch(asked)):
+                for key, data in coming.items():
+                    sealed = bytes(data)
+                    page = self._seal.open(key, sealed)
+                    if page is None:
+                        self.damaged.append(key)
+                        allowed = "a page of its key with its head"
+                        peer.note(TransferError(reason="damaged", got="another", where="Peer", allowed=allowed))
+                        continue
+                    with self._lock:
+                        events = self._put(0, key, sealed)
+                    self._tell(events)
+                    wanted.remove(key)
+                    yield key, page
+                asked = [key for key in asked if key not in coming]
 
     def _put(self, number: int, key: bytes, data: Sealed) -> list[Event]:
         """Into a tier, and what has to go for it into the next."""

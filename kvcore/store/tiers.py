@@ -31,6 +31,10 @@ class Tier(Protocol):
         """Its bytes, as they were put; it is the last to go now."""
         ...
 
+    def peek(self, key: bytes) -> Sealed | None:
+        """The same for somebody else: which pages go first stays as it is."""
+        ...
+
     def put(self, key: bytes, data: Sealed) -> list[tuple[bytes, Sealed | None]]:
         """Keep a page; what has to go for it, with its bytes where they are at hand."""
         ...
@@ -68,6 +72,9 @@ class HostTier:
             if data is not None:
                 self._pages.move_to_end(key)
             return data
+
+    def peek(self, key: bytes) -> Sealed | None:
+        return self._pages.get(key)
 
     def put(self, key: bytes, data: Sealed) -> list[tuple[bytes, Sealed | None]]:
         gone: list[tuple[bytes, Sealed | None]] = []
@@ -137,15 +144,18 @@ class DiskTier:
         return os.path.isfile(self._path(key))
 
     def get(self, key: bytes) -> Sealed | None:
-        path = self._path(key)
+        data = self.peek(key)
+        if data is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._path(key))
+        return data
+
+    def peek(self, key: bytes) -> Sealed | None:
         try:
-            data = self._disk.read(path)
+            return self._disk.read(self._path(key))
         except OSError:
             # Gone, for another process removed it; or not to be read.
             return None
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return data
 
     def put(self, key: bytes, data: Sealed) -> list[tuple[bytes, Sealed | None]]:
         if len(data) > self.capacity:

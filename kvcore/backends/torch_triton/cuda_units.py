@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvcore.backends.torch_triton.cuda import PLAIN, Kernel, Ready, name_of_kernels
-from kvcore.backends.torch_triton.host_pages import CHUNK, Buffers
+from kvcore.backends.torch_triton.host_pages import CHUNK, CHUNKS, SMALLER_CHUNK, Buffers
 from kvcore.backends.torch_triton.launch import calls
 from kvcore.digest import MASK, region_salt
 from kvcore.kernels.triton import checksum
@@ -355,7 +355,8 @@ def _move_chunks(ops, pools, buffers, strips, units, *, store, digested, blank):
 
 
 def _rows_of_chunk(pages):
-    return max(1, CHUNK // max(1, pages.shape[1]))
+    chunk = min(CHUNK, max(SMALLER_CHUNK, pages.nbytes // CHUNKS))
+    return max(1, chunk // max(1, pages.shape[1]))
 
 
 def _with_units(ops, units, arrays):

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-CHUNK = 32 << 20
-"""Bytes of a buffer: few enough for the first copy to begin soon, enough for a link's full rate."""
+CHUNK, SMALLER_CHUNK, CHUNKS = 64 << 20, 32 << 20, 6
+"""Bytes of a buffer: enough for a link's full rate and for the host to keep ahead of it. What would be fewer than
+``CHUNKS`` of them goes through smaller ones, so that the first copy begins soon, and the last one ends soon.
+"""
 
 BUFFERS = 3
 """As much is on its way to the device before anybody knows what it is."""

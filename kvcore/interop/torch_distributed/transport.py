@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kvcore.errors import TransferError
-from kvcore.portable.exporter import REASONS, Exporter, Handle
+from kvcore.portable.exporter import REASONS, Exports, Handle
 from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
 
@@ -126,7 +126,7 @@ class PeerTransport:
 
 
 def serve(
-    exporter: Exporter,
+    exporter: Exports,
     peer: int,
     group: Any = None,
     device: str | torch.device = "cpu",

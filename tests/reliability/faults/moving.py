@@ -124,6 +124,47 @@ TABLE = {
             "                        pass\n",
             "pages stay far away",
         ),
+        (
+            "                    if page is None:\n                        self.damaged",
+            "                    page = memoryview(sealed)\n                    if False:\n                        self.damaged",
+            "pages of peers are not verified",
+        ),
+        (
+            "                asked = [key for key in asked if key not in coming]\n",
+            "                break\n",
+            "one export only",
+        ),
+        ("not in found and not self.has(key)]", "not in found]", "peers are asked for what is here"),
+    ],
+    "store/peers.py": [
+        (
+            "            self._again = time.monotonic() + self._pause\n",
+            "            pass\n",
+            "who is silent is waited for again",
+        ),
+        ("        if root_of(manifest) != handle.root:\n", "        if False:\n", "any manifest is taken"),
+        ("len(set(listed)) != len(listed) or ", "", "a key may be there twice"),
+        ("        if answer.number != self._number:\n", "        if False:\n", "answers to other questions are taken"),
+        (
+            "                self._transport.finish(handle, timeout=_left(end))\n",
+            "                pass\n",
+            "exports are held until their leases end",
+        ),
+        (
+            "        if handle.pages * handle.page_bytes > self._most_bytes:\n",
+            "        if False:\n",
+            "memory is taken for whatever a peer says",
+        ),
+    ],
+    "store/exports.py": [
+        (
+            "            page = self._store.peek(key)\n",
+            "            page = next((one for tier in self._store.tiers if (one := tier.get(key))), None)\n",
+            "what others read is used here",
+        ),
+        ("            if found and len(page) > left:\n", "            if False:\n", "an export has no end"),
+        ("        place[len(block) :] = 0\n", "", "what was in memory goes with a page"),
+        ("        self.expire()\n", "", "leases that ended hold memory"),
     ],
     "store/tiers.py": [
         ("            self._disk.sweep_folder(path.parent)\n", "", "what killed writers left stays"),
