@@ -355,10 +355,10 @@ def best_scores_kernel(
     pairs_ptr, counts_ptr, scores_ptr, floors_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr,
     request_ptr, table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
     R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    LEAST: tl.constexpr, ROUND: tl.constexpr, ROOM: tl.constexpr, KEPT: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr,
+    ROUND: tl.constexpr, ROOM: tl.constexpr, KEPT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    TAKEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The best k of every ``run`` entries -> pairs [tokens, parts, ROOM], their numbers -> counts [tokens, parts].
+    """KEPT of every ``run`` entries, the best k among them -> pairs [tokens, parts, ROOM]; counts [tokens, parts].
 
     A program goes through its run in column order, a ROUND of keys at a time, whose scores are kept [programs, ROUND].
     Those above a bound, at first all, are added to its list; before that might not take another round it is cut to its
@@ -372,7 +372,7 @@ def best_scores_kernel(
     )
     # Tables may be far wider than this request: its own entries are what the programs share.
     share = tl.cdiv(tl.cdiv(tl.minimum(visible, columns), parts), KEYS) * KEYS
-    run = tl.minimum(run, tl.maximum(share, LEAST))
+    run = tl.minimum(run, tl.maximum(share, ROUND))
     last = tl.minimum(tl.minimum(visible, columns), part * run + run)
     place = token.to(tl.int64) * parts + part
     list_ptr, scores_ptr = pairs_ptr + place * ROOM, scores_ptr + place * ROUND

@@ -28,10 +28,6 @@ RUNS_AT_ONCE = 2048
 """Runs whose lists are kept at a time, within a half: 40 MiB for 512 entries, and programs for some waves."""
 ROUND = 1024
 """Keys of a run whose scores are kept at a time."""
-LEAST_RUN = 512
-"""Keys that a program has at least where there are as many, of a query that has fewer than its programs could take."""
-KEPT_LISTS = 1
-"""How often a run's list may be as long as the next power of two above the picks."""
 REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
 """Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
 HOPPER_REGISTERS = 168
@@ -71,7 +67,7 @@ def _hopper_scores(record: int, heads: int, taken: str, ratio: int, queries: int
 @cache
 def _best_scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, room: int, kept: int) -> Kernel:
     config, constants = _config(record, heads, *how)
-    constants = {**constants, "RATIO": ratio, "LEAST": LEAST_RUN, "ROUND": ROUND, "ROOM": room, "KEPT": kept}
+    constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room, "KEPT": kept}
     writes = "pairs", "counts", "scores", "floors"
     return Kernel(scores.best_scores_kernel, constants, config.warps, writes=writes, fused=True, **REGISTERS)
 
@@ -190,8 +186,8 @@ def runs_of(props: DeviceProps, tokens: int, columns: int, run: int, k: int) -> 
 
 
 def kept(k: int) -> int:
-    """Pairs of a run that are handed on: with a few more than the best k nothing is cut at its end."""
-    return KEPT_LISTS * power_of_two(k)
+    """Pairs of a run that are handed on at most: cutting a list of few more than k takes longer than merging it."""
+    return 2 * power_of_two(k)
 
 
 def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:
