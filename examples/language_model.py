@@ -6,6 +6,7 @@ packed, a CPU spends two seconds on a token. The model runs in bf16, so that its
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,21 @@ def load() -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
+def multiply_in_fp32(model: Any) -> None:
+    """Multiply by fp32 copies of the weights; inputs and outputs of linear layers stay in bf16.
+
+    It rounds where bf16 products do, once, and a CPU that has none multiplies many rows seven times as fast.
+    """
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear:
+            layer.forward = partial(_product, layer.weight.detach().float(), layer.bias)
+
+
+def _product(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    bias = None if bias is None else bias.float()
+    return torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
+
+
 def asked(tokenizer: Any, prompts: Sequence[str]) -> Any:
     """Prompts as a chat asks them, in one batch: ids and mask [prompts, S], padded on the left."""
     texts = [
@@ -75,6 +91,7 @@ def asked(tokenizer: Any, prompts: Sequence[str]) -> Any:
 
 def compare(model: Any, tokenizer: Any, say: Any) -> list[Row]:
     """The model's own cache, then kvcore's in every format: tokens and perplexity."""
+    multiply_in_fp32(model)
     prompts = asked(tokenizer, PROMPTS)
     text = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids
     say(f"{len(PROMPTS)} prompts × {NEW_TOKENS} tokens, greedy")

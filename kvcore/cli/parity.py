@@ -49,6 +49,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     )
     running.add_argument("--device", metavar="D", help="device of the backends, such as cpu, cuda or cuda:1")
     running.add_argument("--check", metavar="PATTERN", default="*", help="only checks whose id matches, as in a shell")
+    running.add_argument(
+        "--sample", action="store_true", help="of every verb and formats, each shape in one layout only: two fifths"
+    )
     _add_outputs(running)
     running.set_defaults(run=run)
     merging = own.add_parser("merge", help="join reports of different machines")
@@ -88,13 +91,13 @@ def run(options: argparse.Namespace) -> int:
             backends,
             device=options.device,
             only=options.check,
+            sample=options.sample,
             command=command(options.typed),
             progress=update,
         )
     if not report.checks:
-        raise SpecError(
-            got=options.check, where="--check", allowed=f"a pattern for ids such as {checks_of(spec)[0].id}"
-        )
+        got = f"{options.check}, of a sample" if options.sample else options.check
+        raise SpecError(got=got, where="--check", allowed=f"a pattern for ids such as {checks_of(spec)[0].id}")
     return _finish(report, options)
 
 

@@ -43,7 +43,7 @@ def checks_of(spec: CacheSpec) -> tuple[Check, ...]:
 
 
 def sample_of(checks: Iterable[Check]) -> list[Check]:
-    """About a third of them: of every verb and formats each shape in one layout, the next shape in the next layout.
+    """Two fifths of them: of every verb and formats each shape in one layout, the next shape in the next layout.
 
     Which layout comes first goes round as well, so that the sample of many formats has each shape in each layout.
     """

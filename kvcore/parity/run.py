@@ -16,7 +16,7 @@ from kvcore import environment
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.conformance.agreement import compare
 from kvcore.conformance.outputs import Output
-from kvcore.conformance.suite import Check, checks_of, computed_formats_of
+from kvcore.conformance.suite import Check, checks_of, computed_formats_of, sample_of
 from kvcore.foreign import Failed, isolated
 from kvcore.ops import Backend, Ops, tolerances
 from kvcore.ops.fused import created
@@ -94,6 +94,7 @@ def run(
     *,
     device: str | None = None,
     only: str = "*",
+    sample: bool = False,
     command: str = "",
     progress: Progress | None = None,
 ) -> Report:
@@ -104,10 +105,12 @@ def run(
         backends: under test, each once.
         device: for all of them; None for each one's own choice.
         only: a shell pattern that check ids must match.
+        sample: of every verb and formats, each shape in one layout only: see ``sample_of``.
         command: what was typed, for the report.
         progress: told about every check.
     """
-    chosen = [check for check in checks_of(spec) if fnmatchcase(check.id, only)]
+    checks = sample_of(checks_of(spec)) if sample else checks_of(spec)
+    chosen = [check for check in checks if fnmatchcase(check.id, only)]
     subjects = [Subject(info, device) for info in backends]
     for subject in subjects if chosen else []:
         subject.introduce(chosen[0].plan)

@@ -123,7 +123,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--kv-sample",
         action="store_true",
-        help="of every verb and formats, each shape in one layout only: a third of the checks",
+        help="of every verb and formats, each shape in one layout only: two fifths of the checks",
     )
     group.addoption(
         "--kv-shard",

@@ -288,6 +288,13 @@ def test_parity_run_agrees(capsys, spec_file, tmp_path) -> None:
     assert written["runs"][0]["command"].startswith("kvcore parity run --check append_window/*")
 
 
+def test_parity_run_of_a_sample_has_each_shape_once(capsys, spec_file) -> None:
+    assert main([*RUN, "--backend", "reference", "--spec", spec_file, "--sample", "--json"]) == 0
+    ids = [record["check"].split("/") for record in json.loads(capsys.readouterr().out)["checks"]]
+    assert len({shape for *_, shape in ids}) <= len(ids) == len({(formats, shape) for _, formats, _, shape in ids}) == 8
+    assert {layout for _, _, layout, _ in ids} == {"packed", "planar", "tpu_tile"}
+
+
 def test_parity_run_disagrees(capsys, spec_file, with_backends) -> None:
     with_backends(broken.info(broken.RingOffByOne))
     assert main([*RUN, "--backend", "broken", "--spec", spec_file]) == 1

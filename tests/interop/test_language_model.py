@@ -24,7 +24,9 @@ def example():
 
 @pytest.fixture(scope="module")
 def smollm2(example):
-    return example.load()
+    model, tokenizer = example.load()
+    example.multiply_in_fp32(model)
+    return model, tokenizer
 
 
 @pytest.fixture(scope="module")
