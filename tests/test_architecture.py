@@ -47,10 +47,11 @@ def test_an_append_goes_the_way_that_is_shown():
 
 
 @pytest.mark.parametrize("verb", append_trace.SPECS)
-def test_an_append_on_torch_goes_through_few_more(verb):
-    files = append_trace.trace("torch_triton", verb, "cpu")
+@pytest.mark.parametrize(("backend", "most"), [("reference", MOST_FILES), ("torch_triton", MOST_FILES + 3)])
+def test_an_append_goes_through_few_files(backend, most, verb):
+    files = append_trace.trace(backend, verb, "cpu" if backend == "torch_triton" else None)
     assert next(iter(files)) == "cache/layer.py"
-    assert len(files) <= MOST_FILES + 4
+    assert len(files) <= most
 
 
 def test_the_trace_is_printed(capsys):

@@ -15,7 +15,7 @@ RINGS = "restore_ring/*/packed/ragged", "restore_ring/*/by_head/padded"
 SMALL = (
     "restore_ring/v4_584/packed/ragged",
     "restore_ring/*.ring/by_head/padded",
-    *(f"{verb}/*/packed/ragged" for verb in ("append_state", "select_state", "gather_conv")),
+    *(f"{verb}/*/packed/ragged" for verb in ("write_state", "select_state", "gather_conv")),
 )
 """Verbs that no other check of the small run calls: rings one by one, and recurrent layers'."""
 
