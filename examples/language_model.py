@@ -68,7 +68,7 @@ def load() -> tuple[Any, Any]:
 def multiply_in_fp32(model: Any) -> None:
     """Multiply by fp32 copies of the weights; inputs and outputs of linear layers stay in bf16.
 
-    It rounds where bf16 products do, once, and a CPU that has none multiplies many rows seven times as fast.
+    It rounds where bf16 products do, once, and a CPU that has none multiplies many rows several times as fast.
     """
     for layer in model.modules():
         if type(layer) is torch.nn.Linear:
