@@ -72,11 +72,12 @@ def compiled(
     given: str = "bf16",
     exact: bool = True,
     warps: int = 4,
+    registers: int | None = None,
     types: Mapping[str, str] = MappingProxyType({}),
 ):
     """The kernel compiled with the constants that a launch would pass; ``given`` is the dtype of its float inputs.
 
-    ``arch`` is a compute capability of NVIDIA's or a name of AMD's.
+    ``arch`` is a compute capability of NVIDIA's or a name of AMD's; ``registers`` the most of a thread.
     ``types`` names elements of pointers that are not always the same.
     """
     signature, attributes = {}, {}
@@ -91,7 +92,7 @@ def compiled(
             signature[name] = "fp32" if name in ("eps", "scale") else "i32"
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {})
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     return triton.compile(source, target=target, options=options)
 

@@ -3,7 +3,7 @@
 A program takes one query, or some in a row of one request, and a run of keys, 64 at a time. The channels of a product
 may come in any order, so a thread takes 16 bytes of a key at a time as the product wants them: four threads a key, no
 exchange, no shared memory but for the queries, which are put there once, their channels in the same order. Keys of
-the next tiles are read while those of this one are multiplied.
+the next tiles are read while those of this one are multiplied; before that the L2 cache is asked for them.
 
 Nibbles become bf16 numbers, e4m3 codes fp16 numbers: both hold all of a key's. With these queries in bf16 or e4m3 are
 fp16 numbers too, each head's times a power of two of its own that its weight takes back.
@@ -17,7 +17,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 from triton.language import PropagateNan
 
+from kvcore.kernels.triton.attend_codes import barrier
+
 ALL = gl.constexpr(PropagateNan.ALL)
+LARGEST = gl.constexpr("""{ .reg .b32 a, b, m; and.b32 a, $1, 0x00FF00FF; prmt.b32 b, $1, 0, 0x4341;
+    max.u16x2 m, a, b; prmt.b32 a, m, m, 0x1032; max.u16x2 $0, m, a; }""")
+"""A word of four scales to the largest of them, in both halves of a word."""
+OVER_LARGEST = gl.constexpr("""{ .reg .b32 e, z; mov.b32 z, 0; prmt.b32 e, $1, z, $3; add.u32 e, e, 0x00FD00FD;
+    sub.u32 e, e, $2; max.s16x2 e, e, z; shl.b32 $0, e, 7; }""")
+"""Of the scale that the last operand takes twice: 2^126 times it over the largest, a bf16 number, twice; else zero."""
+PREFETCH = gl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }")
+"""Have the L2 cache fetch a line, where the last operand is not zero."""
 
 
 @gluon.constexpr_function
@@ -100,18 +110,18 @@ def decoded(word, scale, low, high, M: gl.constexpr, TAKEN: gl.constexpr):
     """Keys' words and scales -> (what the product takes [64, 128], factors of their sums [64] fp32)."""
     if TAKEN == "nibbles":
         # A key's four scales are one word; its codes are taken over the largest.
-        largest = gl.maximum(
-            gl.maximum(scale & 0xFF, (scale >> 8) & 0xFF), gl.maximum((scale >> 16) & 0xFF, (scale >> 24) & 0xFF)
-        )
+        largest = gl.inline_asm_elementwise(LARGEST, "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1)
         group = gl.arange(0, 16, gl.SliceLayout(0, word_layout(16)))[None, :] // 4
-        exponent = (scale[:, None] >> (group * 8)) & 0xFF
-        factor = gl.maximum(253 + exponent - largest[:, None], 0) * 0x00800080
+        factor = gl.inline_asm_elementwise(
+            OVER_LARGEST, "=r,r,r,r", [scale[:, None], largest[:, None], 0x4040 + group * 0x0101], dtype=gl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
         a, e, b, f, c, g, d, h = spread_nibbles(word, factor, low, high)
         keys = gl.join(gl.join(gl.join(a, e), gl.join(b, f)), gl.join(gl.join(c, g), gl.join(d, h)))
         keys = gl.permute(gl.reshape(keys, [64, 4, 4, 2, 2, 2]), [0, 2, 5, 4, 1, 3])
         keys = gl.convert_layout(gl.reshape(keys, [64, 128]), gl.DotOperandLayout(0, M, 2), assert_trivial=True)
-        bits = gl.where(largest == 0, 0x00400000, largest << 23)
-        factor = gl.where(largest == 0xFF, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+        # Infinity where it is NaN: what ``store_scores`` adds makes NaN of it.
+        factor = gl.maximum(largest << 23, 0x00400000).to(gl.float32, bitcast=True)
     else:
         a, b, c, d = halves_of(word)
         keys = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [64, 2, 4, 4, 2, 2])
@@ -177,13 +187,51 @@ def keys_of(unit, first, n, codes_ptr, scales_ptr, R: gl.constexpr, TAKEN: gl.co
 
 
 @gluon.jit
-def store_scores(found, weight, factor, unit, first, n, visible, columns, out_at):
-    """Negative products dropped, the others summed with the heads' weights; -inf from ``visible`` on."""
+def ask_for_keys(unit, first, codes_ptr, scales_ptr, R: gl.constexpr):
+    """Have the L2 cache fetch the tile from ``first`` on in a unit, a line a thread; nothing where that is -1."""
+    lines: gl.constexpr = 64 * R.codes_stride // 128
+    of_scales: gl.constexpr = (64 * R.scales_stride + 127) // 128
+    line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    place, row = gl.maximum(unit, 0).to(gl.int64), first % R.rows
+    codes_at = (codes_ptr + place * R.codes_unit + (R.codes_base + row * R.codes_stride)).to(gl.int64)
+    scales_at = (scales_ptr + place * R.scales_unit + (R.scales_base + row * R.scales_stride)).to(gl.int64)
+    at = gl.where(line < lines, codes_at + line * 128, scales_at + (line - lines) * 128)
+    asked = ((line < lines + of_scales) & (unit >= 0)).to(gl.int32)
+    gl.inline_asm_elementwise(PREFETCH, "=r,l,r", [at, asked], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def store_scores(
+    found, weight, factor, unit, first, n, visible, columns, out_at, TAKEN: gl.constexpr, MASKED: gl.constexpr
+):
+    """Negative products dropped, the others summed with the heads' weights; MASKED: -inf from ``visible`` on."""
     found = gl.maximum(found, gl.zeros_like(found), propagate_nan=ALL)
     score = gl.convert_layout(gl.sum(found * weight[None, :], axis=1), factor.type.layout, assert_trivial=True) * factor
+    if TAKEN == "nibbles":
+        score += factor - factor
     score = gl.where(unit >= 0, score, 0.0)
-    column = first + n
-    gl.store(out_at + column, gl.where(column < visible, score, float("-inf")), mask=column < columns)
+    if MASKED:
+        column = first + n
+        gl.store(out_at + column, gl.where(column < visible, score, float("-inf")), mask=column < columns)
+    else:
+        gl.store(out_at + first + n, score)
+
+
+@gluon.jit
+def score_tile(
+    word, scale, unit, first, n, low, high, queries, seen, ends, M: gl.constexpr, HEADS: gl.constexpr,
+    TAKEN: gl.constexpr, LEAN: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores of a tile's keys by every query, as ``score_run`` has them."""
+    count: gl.constexpr = len(seen)
+    keys, factor = decoded(word, scale, low, high, M, TAKEN)
+    for each in gl.static_range(count):
+        held, weight, out_at = queries[each]
+        zero = gl.zeros([64, HEADS], gl.float32, M)
+        found = warpgroup_mma(keys, held.permute((1, 0)), zero, use_acc=False)
+        if LEAN:
+            weight = weight.load(gl.SliceLayout(0, M))
+        store_scores(found, weight, factor, unit, first, n, seen[each], ends[each], out_at, TAKEN, MASKED)
 
 
 @gluon.jit
@@ -204,6 +252,7 @@ def begin_run(
 def score_run(
     begun, request, last, seen, ends, queries, codes_ptr, scales_ptr, table_ptr, table_columns, run, tiles, low, high,
     R: gl.constexpr, M: gl.constexpr, HEADS: gl.constexpr, TAKEN: gl.constexpr, WHOLE: gl.constexpr,
+    LEAN: gl.constexpr,
 ):  # fmt: skip
     """Scores of ``tiles`` tiles of a request's entries from ``run`` on, of which those before ``last`` are looked at.
 
@@ -220,16 +269,24 @@ def score_run(
     some = gl.maximum(gl.cdiv(last - run, 64), 0)
     # Units are looked up two tiles ahead, keys are read one tile ahead: loads wait for nothing.
     unit, following, word, scale = begun
-    for tile in range(some):
+    begin = run * 0
+    if WHOLE and count == 1:
+        # Of tiles that are seen whole nothing is masked, and the L2 cache fetches them a tile before they are read.
+        third = unit_of(request, run + 128, last, table_ptr, table_columns, R)
+        begin = gl.maximum(gl.minimum(last, gl.minimum(seen[0], ends[0])) - run, 0) // 64
+        for tile in range(begin):
+            first = run + tile * 64
+            next_word, next_scale = keys_of(following, first + 64, n, codes_ptr, scales_ptr, R, TAKEN, WHOLE)
+            ask_for_keys(third, first + 128, codes_ptr, scales_ptr, R)
+            after = unit_of(request, first + 192, last, table_ptr, table_columns, R)
+            score_tile(word, scale, unit, first, n, low, high, queries, seen, ends, M, HEADS, TAKEN, LEAN, False)
+            word, scale = next_word, next_scale
+            unit, following, third = following, third, after
+    for tile in range(begin, some):
         first = run + tile * 64
         next_word, next_scale = keys_of(following, first + 64, n, codes_ptr, scales_ptr, R, TAKEN, WHOLE)
         after = unit_of(request, first + 128 + step, last, table_ptr, table_columns, R)
-        keys, factor = decoded(word, scale, low, high, M, TAKEN)
-        for each in gl.static_range(count):
-            held, weight, out_at = queries[each]
-            zero = gl.zeros([64, HEADS], gl.float32, M)
-            found = warpgroup_mma(keys, held.permute((1, 0)), zero, use_acc=False)
-            store_scores(found, weight, factor, unit, first, n, seen[each], ends[each], out_at)
+        score_tile(word, scale, unit, first, n, low, high, queries, seen, ends, M, HEADS, TAKEN, LEAN, True)
         word, scale = next_word, next_scale
         unit, following = following, after
     # The rest of the run is not visible.
@@ -244,12 +301,13 @@ def hopper_scores_kernel(
     out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, positions_ptr, request_ptr, table_ptr,
     tokens, heads, columns, table_columns, tiles, low, high,
     R: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr, TAKEN: gl.constexpr,
-    WHOLE: gl.constexpr,
+    WHOLE: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     """Scores of the first ``columns`` entries -> out [tokens, columns], -inf where not visible.
 
     A program takes QUERIES tokens in a row, 1 or 2: both in one go where they are of one request. ``low`` and ``high``
-    are 64 and 4; see ``spread_nibbles``.
+    are 64 and 4; see ``spread_nibbles``. LEAN: heads' weights wait in shared memory, so that five programs share a
+    multiprocessor's registers instead of four.
     """
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     groups = gl.cdiv(tokens, QUERIES)
@@ -275,11 +333,16 @@ def hopper_scores_kernel(
     queries = ()
     for each in gl.static_range(QUERIES):
         held, weight = held_queries(loaded[each][0], loaded[each][1], M, HEADS, TAKEN)
+        if LEAN:
+            weight = gl.allocate_shared_memory(gl.float32, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]), weight)
         queries = queries + ((held, weight, loaded[each][2]),)
     fence_async_shared()
+    if LEAN:
+        # Once here, not in every tile, where it makes loads of codes of a byte come early, which is worth more there.
+        barrier()
     score_run(
         begun, requests[0], last, seen, mine, queries, codes_ptr, scales_ptr, table_ptr, table_columns, run, tiles,
-        low, high, R, M, HEADS, TAKEN, WHOLE,
+        low, high, R, M, HEADS, TAKEN, WHOLE, LEAN,
     )  # fmt: skip
     if QUERIES == 2:  # noqa: SIM102 - what is known when compiling is asked alone
         if requests[0] != requests[1]:
@@ -287,5 +350,5 @@ def hopper_scores_kernel(
             begun = begin_run(requests[1], last, run, codes_ptr, scales_ptr, table_ptr, table_columns, R, TAKEN, WHOLE)
             score_run(
                 begun, requests[1], last, (seen[1],), (ends[1],), (queries[1],), codes_ptr, scales_ptr, table_ptr,
-                table_columns, run, tiles, low, high, R, M, HEADS, TAKEN, WHOLE,
+                table_columns, run, tiles, low, high, R, M, HEADS, TAKEN, WHOLE, LEAN,
             )  # fmt: skip

@@ -32,6 +32,8 @@ REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
 """Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
 HOPPER_REGISTERS = 168
 """Of a thread of the kernel for Hopper where two queries share keys, so that three programs share 64 Ki."""
+LEAN_REGISTERS, LEAN_HEADS = 96, 64
+"""The same where five programs do, for one query of at most so many heads and keys of four bits."""
 NO_FLOOR = -(1 << 31)
 """Below every score's order."""
 MOST_BEST = 2048
@@ -56,11 +58,13 @@ def _hopper_scores(record: int, heads: int, taken: str, ratio: int, queries: int
     from kvcore.kernels.triton.scores_hopper import hopper_scores_kernel
 
     known = BOUND[record].record
+    whole = known.rows % HOPPER_KEYS == 0
+    lean = whole and taken == "nibbles" and queries == 1 and heads <= LEAN_HEADS
     constants = {
         "R": known, "RATIO": ratio, "HEADS": max(16, power_of_two(heads)), "QUERIES": queries, "TAKEN": taken,
-        "WHOLE": known.rows % HOPPER_KEYS == 0,
+        "WHOLE": whole, "LEAN": lean,
     }  # fmt: skip
-    options = {"maxnreg": HOPPER_REGISTERS} if queries == 2 else {}
+    options = {"maxnreg": HOPPER_REGISTERS if queries == 2 else LEAN_REGISTERS} if lean or queries == 2 else {}
     return Kernel(hopper_scores_kernel, constants, writes=("out",), fused=True, **options)
 
 
@@ -128,7 +132,8 @@ def score_rows(
         # Tokens in a row are mostly one request's where there are more of them than requests.
         queries = 2 if tokens >= 2 * block_table.shape[0] else 1
         groups, (codes_of, scales_of, _) = ceil_div(tokens, queries), BOUND[record].given(buffers)
-        tiles = hopper_tiles(to.props(q).multiprocessors, groups, columns, 1 if size == 0 else 2)
+        waves = 1 if size == 0 or (taken == "codes" and queries == 1) else 2
+        tiles = hopper_tiles(to.props(q).multiprocessors, groups, columns, waves)
         to.run(
             _hopper_scores(record, heads, taken, ratio, queries),
             (groups * ceil_div(columns, HOPPER_KEYS * tiles),),
