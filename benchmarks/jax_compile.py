@@ -35,6 +35,12 @@ PROMPTS = (1, 2, 3, 9, 16, 17, 40, 64, 65, 100, 129, 255, 256, 257, 300, 511, 51
 KINDS = {"window": (WINDOW, 2), "csa": (CSA, 21), "hca": (HCA, 20)}
 BATCH, LENGTH, WIDTH, HEADS, DIM, STEPS = 2, 1024, 64, 4, 512, 20
 ROPE = Rope(dim=64, theta=160000.0)
+EAGER = {
+    "a window, CSA and HCA": (V4, False),
+    "the same, a layer in one call": (V4, True),
+    "keys and values": (CLASSIC, False),
+}
+"""What prompts are given to, and how."""
 OPTIONS = {"as it comes": None, "without fusion emitters": {"xla_cpu_use_fusion_emitters": False}}
 
 
@@ -117,8 +123,14 @@ def cost(function: Callable[..., Any], options: dict[str, Any] | None) -> dict[s
     }
 
 
-def eager_compilations(spec: CacheSpec, prompts: Sequence[int]) -> Counter[str]:
-    """How often XLA compiles what, by name, for a cache and its prompts, each of which is a request's only step."""
+def eager_compilations(spec: CacheSpec, prompts: Sequence[int], *, whole: bool = False) -> Counter[str]:
+    """How often XLA compiles what, by name, for a cache and its prompts, each of which is a request's only step.
+
+    Args:
+        spec: of its layers.
+        prompts: their tokens.
+        whole: DeepSeek-V4's layers are one call each, and not one for each verb.
+    """
     found: Counter[str] = Counter()
 
     def listen(event: str, duration_secs: float, **said: Any) -> None:  # noqa: ARG001 - JAX gives it
@@ -134,13 +146,21 @@ def eager_compilations(spec: CacheSpec, prompts: Sequence[int]) -> Counter[str]:
                 for number, layer in enumerate(spec.layers):
                     handle = step.layer(number)
                     if layer.kv is None:
-                        eager_layer(handle, layer, tokens)
+                        (whole_layer if whole else eager_layer)(handle, layer, tokens)
                     else:
                         classic_layer(handle, layer.kv, tokens)
             cache.release(request)
     finally:
         monitoring.unregister_event_duration_listener(listen)
     return found
+
+
+def eager_cost(spec: CacheSpec, whole: bool) -> dict[str, Any]:
+    """What is compiled, and the process' CPU seconds of it and of what it computes."""
+    started = time.process_time()
+    found = eager_compilations(spec, PROMPTS, whole=whole)
+    seconds = round(time.process_time() - started, 2)
+    return {"compilations": dict(sorted(found.items())), "total": found.total(), "whole_s": seconds}
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -157,16 +177,30 @@ def classic_layer(handle: Any, kv: KV, tokens: int) -> None:
 
 def eager_layer(handle: Any, layer: LayerSpec, tokens: int) -> None:
     """A layer of DeepSeek-V4, verb by verb."""
-    tails = [role for role in ("tail", "index_tail") if getattr(layer, role) is not None]
-    widths = {role: getattr(layer, role).width for role in tails}
-    rows = {role: (floats(tokens, width), floats(tokens, width)) for role, width in widths.items()}
+    rows = tails_of(layer, tokens)
     handle.append(window=floats(tokens, DIM), **rows)
     selected, keys = None, layer.index_keys
-    if tails:
+    if rows:
         handle.flush(norm_weight=np.ones(DIM, np.float32), rope=ROPE)
     if keys is not None:
         selected = handle.index_select(floats(tokens, keys.heads, keys.dim), floats(tokens, keys.heads))
     handle.attend(floats(tokens, HEADS, DIM), selected)
+
+
+def whole_layer(handle: Any, layer: LayerSpec, tokens: int) -> None:
+    """The same in one call."""
+    given: dict[str, Any] = tails_of(layer, tokens)
+    if given:
+        given |= {"norm_weight": np.ones(DIM, np.float32)}
+    if (keys := layer.index_keys) is not None:
+        given["index"] = floats(tokens, keys.heads, keys.dim), floats(tokens, keys.heads)
+    handle.decode(floats(tokens, HEADS, DIM), floats(tokens, DIM), rope=ROPE, **given)
+
+
+def tails_of(layer: LayerSpec, tokens: int) -> dict[str, Any]:
+    """Rows of the tails that a layer has, by role."""
+    tails = {role: getattr(layer, role) for role in ("tail", "index_tail")}
+    return {role: (floats(tokens, one.width), floats(tokens, one.width)) for role, one in tails.items() if one}
 
 
 def main() -> None:
@@ -186,13 +220,7 @@ def main() -> None:
         "bytes_aliased": place.alias_bytes,
         "bytes_of_pools": place.pool_bytes,
         "costs": found,
-        "eager": {
-            "prompts": PROMPTS,
-            **{
-                name: dict(sorted(eager_compilations(spec, PROMPTS).items()))
-                for name, spec in {"a window, CSA and HCA": V4, "keys and values": CLASSIC}.items()
-            },
-        },
+        "eager": {"prompts": PROMPTS, **{name: eager_cost(spec, whole) for name, (spec, whole) in EAGER.items()}},
     }
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record["costs"]), record["pools_moved"], json.dumps(record["eager"]))

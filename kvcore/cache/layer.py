@@ -16,6 +16,7 @@ import numpy as np
 
 from kvcore import digest
 from kvcore.arrays import to_numpy
+from kvcore.cache import whole_layers
 from kvcore.cache.far import Coming, fetch, fetched
 from kvcore.cache.ring_writes import AT_ONCE, DOOR, NO_STREAMS, NONE, ROWS_OF_TOKENS, WRITERS, RingWrites, StepWrites
 from kvcore.counts import check_count
@@ -48,6 +49,7 @@ from kvcore.ops.arguments import (
     check_weight,
     inputs_of,
 )
+from kvcore.ops.records import Compression, WholeLayer
 from kvcore.plan import Region
 from kvcore.spec import DERIVED, KV, TAIL_OF, Component, Conv, Entries, IndexKeys, Rope, State, Tail, Window
 
@@ -139,15 +141,20 @@ class LayerHandle:
             given |= {"norm_weight": norm_weight, "eps": eps}
         if self._writes.append_again("window", (rows,), given):
             return
+        rotation = self._rotation(rope, norm_weight, eps)
+        checked = self._rows("window", (rows,))
+        self._writes.append("window", checked, **rotation)
+        self._writes.note("append_rotated_window", (rows,), given, (*checked, *rotation.values()))
+
+    def _rotation(self, rope: Any, norm_weight: Any, eps: Any) -> dict[str, Any]:
+        """How window rows are rotated on their way, checked."""
         dim = self._component("window", Window).dim
         self._context.check_outside("append_window", (rope, norm_weight))
         rotation = {"rope": check_rope(self._ops, rope, "append_window: rope", dim)}
         if norm_weight is not None:
             rotation["norm_weight"] = check_weight(self._ops, norm_weight, "append_window: norm_weight", dim)
             rotation["eps"] = check_number(eps, "append_window: eps")
-        checked = self._rows("window", (rows,))
-        self._writes.append("window", checked, **rotation)
-        self._writes.note("append_rotated_window", (rows,), given, (*checked, *rotation.values()))
+        return rotation
 
     def append(self, **rows: Given | tuple[Given, ...]) -> None:
         """The ``append_`` verbs of the roles that are given, all of them or, if one is refused, none.
@@ -521,8 +528,6 @@ class LayerHandle:
     def _takes_whole(self, given: dict[str, Any], index: Any) -> bool:
         """Whether a layer that shares nothing is given all of its rows, with nothing to fetch or settle before."""
         memo, context = self._plan.memo, self._context
-        if not context.known:
-            return False
         if "whole" not in memo:
             spec = self._spec
             roles = {role for role in ("window", "tail", "index_tail") if getattr(spec, role) is not None}
@@ -531,6 +536,42 @@ class LayerHandle:
         if given.keys() != memo["whole"] or (index is not None and self._spec.index_keys is None):
             return False
         return not context.far and (context.unflushed is None or context.unflushed is self._writes)
+
+    def _asked_of_whole(
+        self, given: dict[str, Any], index: Any, k: Any, flushing: tuple[Any, ...], attending: tuple[Any, ...]
+    ) -> WholeLayer:
+        """Of ``decode``, what its verbs are given by all but the window's rotation, checked as they do."""
+        context, keys, rows, columns = self._context, self._spec.index_keys, {}, 0
+        for role, arrays in given.items():
+            rows[role] = self._rows(role, arrays)
+            context.check_outside(f"append_{role}", rows[role])
+        compression, closed = Compression(), 0
+        if "tail" in given:
+            context.check_outside("flush", flushing)
+            entries = self._own_entries("flush")
+            compression, closed = (
+                Compression(*self._flush_options(entries, *flushing)),
+                context.closed_count(entries.ratio),
+            )
+        if index is not None and keys is not None:
+            index, columns = self._index_queries("index_select", *index), self._columns("index_select", keys)
+            k = keys.topk if k is None else check_count(ShapeError, "index_select: k", k, 0)
+        q, _, sink, scale, rope = self._attend_arguments(*attending)
+        return WholeLayer(
+            q=q,
+            rows=rows,
+            rotation=NONE,
+            now=NONE,
+            compression=compression,
+            closed=closed,
+            newest=context.most_new,
+            index=index,
+            k=k or 0,
+            columns=columns,
+            sink=sink,
+            scale=scale,
+            rope=rope,
+        )
 
     def _attend_arguments(self, q: Any, selected: Any, sink: Any, scale: Any, rope: Any) -> tuple[Any, ...]:
         """Arguments of ``attend`` of a latent layer, checked."""
@@ -564,7 +605,8 @@ class LayerHandle:
         """All that a latent layer does with its cache in a step: its verbs one by one, in less of the host's time.
 
         That is ``append_window``, ``append_tail``, ``append_index_tail``, ``flush``, ``index_select`` and ``attend``,
-        of which those in the middle go by what is given. Raises as they do; what came before is then done.
+        of which those in the middle go by what is given. Raises as they do; what came before may then be done. JAX
+        compiles one program for it, a prompt's steps as well as a decode's.
 
         Args:
             q: [T, H, d], as for ``attend``.
@@ -594,6 +636,14 @@ class LayerHandle:
         rows = {"window": (window,), "tail": tail, "index_tail": index_tail}
         given = {role: arrays for role, arrays in rows.items() if arrays is not None}
         whole, arguments, options = self._takes_whole(given, index), (), {}
+        if whole and context.whole is not None and (rotate or window_norm_weight is None):
+            rotation = self._rotation(rope, window_norm_weight, eps) if rotate else NONE
+            flushing = norm_weight, eps, rope, index_norm_weight
+            asked = self._asked_of_whole(given, index, k, flushing, (q, None, sink, scale, rope))
+            found = whole_layers.store_and_attend(writes, asked._replace(rotation=rotation), self._flushed[0])
+            if found is not None:
+                return found
+        whole = whole and bool(context.known)
         if whole:
             arguments = q, window, *(tail or NO_STREAMS), *(index_tail or NO_STREAMS), *(index or NO_STREAMS)
             options = self._decode_options(index, k, rotate=rotate) | {
@@ -949,14 +999,18 @@ class LayerHandle:
         context.check_open()
         key = context.key_of("index_scores", self._layer, (q, weights))
         if key not in context.passed:
-            keys: IndexKeys = self._component("index_keys", IndexKeys)
             given = q, weights
-            q = check_float(self._ops, q, f"{verb}: q", (self._tokens, None, keys.dim), dtypes=INDEX_QUERIES)
-            weights = check_float(self._ops, weights, f"{verb}: weights", (self._tokens, q.shape[1]))
+            q, weights = self._index_queries(verb, q, weights)
             context.passes(key, given, (q, weights))
         keys = self._spec.index_keys  # type: ignore[assignment]
         self._require_entries("index_keys", verb)
         return keys, q, weights, self._columns(verb, keys)
+
+    def _index_queries(self, verb: str, q: Given, weights: Given) -> tuple[Array, Array]:
+        """The indexer's queries and weights, checked."""
+        keys: IndexKeys = self._component("index_keys", IndexKeys)
+        q = check_float(self._ops, q, f"{verb}: q", (self._tokens, None, keys.dim), dtypes=INDEX_QUERIES)
+        return q, check_float(self._ops, weights, f"{verb}: weights", (self._tokens, q.shape[1]))
 
     def _own_entries(self, verb: str) -> Entries:
         entries: Entries = self._component("entries", Entries)

@@ -72,6 +72,7 @@ class StepContext:
         tokens: rows of every input, padding included.
         copied: copies of arrays, as the backend makes them.
         traced, passed, known: see ``CacheState``.
+        whole: the backend's verb for all of a layer; None: it has none.
         undo: what an abort puts back.
         memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
             on.
@@ -88,6 +89,7 @@ class StepContext:
         self.check = cache.check
         self.copied: Callable[[Any], Any] = getattr(cache.ops, "copied", copy.deepcopy)
         self.traced = cache.traced
+        self.whole: Callable[..., Any] | None = getattr(cache.ops, "whole_layer", None)
         self.index = index
         self.numbers = numbers
         self.memo: dict[Any, Any] = {}
@@ -216,13 +218,15 @@ class RingWrites:
         own: role -> the step's own rows as given, one array a stream; present once they are in the pools, or wait.
         last: roles that were given each request's last row alone.
         waiting: those of them that the rings get at commit.
+        ahead: roles of those whose last rows the rings have already, where no request had rows for them to take the
+            place of.
         unflushed: those of them that the rings get with the flush.
         stored: paged roles whose closing entries were stored in this step.
     """
 
     __slots__ = (
         *("_known", "_regions", "_rotation"),
-        *("context", "last", "number", "own", "spec", "stored", "unflushed", "waiting"),
+        *("ahead", "context", "last", "number", "own", "spec", "stored", "unflushed", "waiting"),
     )
 
     def __init__(self, context: StepContext, number: int) -> None:
@@ -231,6 +235,7 @@ class RingWrites:
         self.spec = context.plan.spec.all_layers[number]
         self.own: dict[str, tuple[Array, ...]] = {}
         self.waiting: Mapping[str, tuple[Array, ...]] = NONE
+        self.ahead: frozenset[str] = frozenset()
         self.unflushed: dict[str, tuple[Array, ...]] = {}
         # How the window's rows are rotated on their way, if they are.
         self._rotation: Mapping[str, Any] = NONE
@@ -264,7 +269,7 @@ class RingWrites:
             return False
         if self.writing(role).waits:
             return False
-        self._keep_overwritten(role)
+        self.keep_overwritten(role)
         verb = "append_rotated_window" if rotation else WRITERS[role]
         if self.again(verb, arrays, rotation) is UNKNOWN:
             return False
@@ -280,7 +285,7 @@ class RingWrites:
         for tail in tails:
             if tail not in waiting:
                 return False
-            self._keep_overwritten(tail)
+            self.keep_overwritten(tail)
         streams = [*chain.from_iterable(waiting.get(tail, NO_STREAMS) for tail in TAIL_OF.values())]
         if self.again("append_flush", tuple(streams), self.flush_options(how)) is UNKNOWN:
             return False
@@ -339,7 +344,7 @@ class RingWrites:
         for role in rows:
             if self.writing(role).waits:
                 return UNKNOWN
-            self._keep_overwritten(role)
+            self.keep_overwritten(role)
         found = self.again("decode", arguments, options)
         if found is not UNKNOWN:
             self.own.update(rows)
@@ -368,7 +373,7 @@ class RingWrites:
             context.replace(context.ops.restore_ring(context.pools, *at, saved))
             self.waiting = {**self.waiting, ring: kept}
         else:
-            self._keep_overwritten(ring)
+            self.keep_overwritten(ring)
             self._write(role, arrays)
         self.stored.add(role)
         self.own[role] = self.own[ring] = kept
@@ -383,7 +388,7 @@ class RingWrites:
     def settle(self) -> None:
         """Write the tails' rows that wait for a flush, for there may be none, or somebody looks at them before."""
         for role, arrays in self.unflushed.items():
-            self._keep_overwritten(role)
+            self.keep_overwritten(role)
             self._write(role, arrays)
         self._all_flushed()
 
@@ -401,7 +406,7 @@ class RingWrites:
         at = context.held, self.number, context.index
         if len(self.unflushed) == len(tails) and all(role in self.unflushed for role in tails):
             for role in tails:
-                self._keep_overwritten(role)
+                self.keep_overwritten(role)
             context.replace(context.ops.append_flush(*at, *streams, newest=context.most_new, **how))
             self._all_flushed()
             return True
@@ -424,14 +429,14 @@ class RingWrites:
             raise StepError(
                 got=f"a second write of {role}", where=f"step.layer({self.number})", allowed="one write a step"
             )
-        self._keep_overwritten(role)
+        self.keep_overwritten(role)
         write = getattr(context.ops, LAST_WRITERS[role])
         newest = min(context.most_new, self._regions[role][0].rows)
         context.replace(write(context.pools, self.number, context.index, rows, newest=newest))
         self.own[role] = (rows,)
         self.last |= {role}
 
-    def _keep_overwritten(self, role: str) -> None:
+    def keep_overwritten(self, role: str) -> None:
         """Keep what the step's rows take the place of, if an abort must put it back."""
         if self.writing(role).undone:
             self.context.undo.keep(self.context.pools, self.number, role)
@@ -519,7 +524,7 @@ class RingWrites:
     def store_waiting(self) -> None:
         """Write the ring rows that had to wait, with what they take the place of kept for an abort."""
         undo = self.context.undo
-        for role in self.waiting:
+        for role in self.waiting.keys() - self.ahead:
             if undo.overwrites(getattr(self.spec, role), self._regions[role][0].rows):
                 undo.keep(self.context.pools, self.number, role)
             self._write(role, self.waiting[role])

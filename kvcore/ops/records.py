@@ -1,6 +1,6 @@
 """Arguments that travel together below the contract's signatures."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,3 +45,44 @@ class Compression:
         yield "entries", streams.kv, streams.score, self.norm_weight
         if streams.index_kv is not None:
             yield "index_keys", streams.index_kv, streams.index_score, self.index_norm_weight
+
+
+class WholeLayer(NamedTuple):
+    """All that a latent layer is given in a step, checked.
+
+    Attributes:
+        q: [T, H, d] of attention.
+        rows: role of a ring -> the step's rows, as its append takes them.
+        now: role of a ring -> whether it gets the step's rows.
+        rotation: ``rope``, and ``norm_weight`` and ``eps`` where there is a norm, of the window's rows; or empty.
+        compression: what a flush does with rows of tails.
+        closed: entries that the step completes.
+        newest: most new tokens of a request.
+        index: (q, weights) of the indexer, or None: every entry is attended to.
+        k: entries that it picks.
+        columns: keys that it looks at.
+        sink: [H] of attention, or None.
+        scale: of its logits, or None.
+        rope: turns its outputs back, or None.
+    """
+
+    q: Array
+    rows: Mapping[str, tuple[Array, ...]]
+    now: Mapping[str, bool]
+    rotation: Mapping[str, Any]
+    compression: Compression
+    closed: int
+    newest: int
+    index: tuple[Array, Array] | None
+    k: int
+    columns: int
+    sink: Array | None
+    scale: float | None
+    rope: Rope | Array | None
+
+    @property
+    def streams(self) -> Streams | None:
+        """Rows of the tails, or None: it has none."""
+        if "tail" not in self.rows:
+            return None
+        return Streams(*self.rows["tail"], *self.rows.get("index_tail", ()))

@@ -31,6 +31,7 @@ from kvcore.backends.jax_pallas import (
     recurrent,
     tail,
     verbs,
+    whole,
     window,
 )
 from kvcore.backends.jax_pallas.block_tables import DeviceTables
@@ -113,12 +114,14 @@ class JaxOps(Decided, Ops):
 
         def make(units, size, fresh, region, buffer):
             shape, dtype = pool_shape(region, buffer, units)
-            if fresh is None:
+            if fresh is None and not self.place.here:
                 return blank.setdefault(region.buffers[buffer][0], (shape, dtype))
-            unit = np.frombuffer(fresh, dtype).reshape(shape[1:])
+            unit = np.zeros(shape[1:], dtype) if fresh is None else np.frombuffer(fresh, dtype).reshape(shape[1:])
             return jax.device_put(np.broadcast_to(unit, shape), self._target, may_alias=False)
 
         pools = allocate(self.plan, make)
+        if not blank:
+            return pools
         # One program makes all of them: of hundreds, each would be compiled and launched by itself.
         with nullcontext() if self._target is None else jax.default_device(self._target):
             made = programs.zeros(tuple(blank.values()))
@@ -211,6 +214,7 @@ class JaxOps(Decided, Ops):
     rotated_rows = verbs.rotated_rows
     select = verbs.select
     index_select = verbs.index_select
+    whole_layer = whole.whole_layer
     store_entries = verbs.store_entries
     flush = facade.of_streams(verbs.flush)
     append_flush = verbs.append_flush

@@ -107,6 +107,20 @@ def program(verb, writes=False):
 
 
 @cache
+def answering(verb):
+    """The same for what gives pools and an answer, of constants: (pools that are written by name, the answer)."""
+
+    def run(layer, options, written, arrays):
+        with jax.named_scope(f"kvcore.{verb.__name__}"):
+            held = {name: as_elements(pool, *layer.elements[name]) for name, pool in written.items()}
+            found, answer = verb(layer, Held(held, layer.kernels), **arrays, **dict(options))
+        return {name: as_elements(found[name], pool.shape[1:], pool.dtype) for name, pool in written.items()}, answer
+
+    run.__name__ = verb.__name__
+    return jax.jit(run, static_argnums=(0, 1), donate_argnums=(2,))
+
+
+@cache
 def indexed(verb):
     """The same for verbs that need the index only."""
 

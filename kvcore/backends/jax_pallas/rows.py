@@ -127,7 +127,7 @@ def store(pools: Held, region: Region, unit: Array, row: Array, rows: Array) -> 
         stored = jnp.pad(stored, ((0, 0),) * (stored.ndim - 1) + ((0, -run.nbytes % pool.dtype.itemsize),))
         for copy in range(region.copies):
             flat, where, width = _places(region, run, flat.reshape(pool.shape), unit, row + copy * region.rows)
-            values = from_bytes(stored, pool.dtype).reshape(*where.shape[:-1], width)
+            where, values = _not_alone(where, from_bytes(stored, pool.dtype).reshape(*where.shape[:-1], width))
             axes = tuple(range(where.shape[-1]))
             numbers = lax.ScatterDimensionNumbers(
                 update_window_dims=(where.ndim - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=axes
@@ -141,6 +141,17 @@ def first_token(index: StepIndex) -> Array:
     """[Q] row of each request's first new token among the step's tokens: tokens come request by request."""
     new = index.lengths - index.starts
     return jnp.cumsum(new) - new
+
+
+def _not_alone(where: Array, values: Array) -> tuple[Array, Array]:
+    """Of a single piece two, the other one nowhere.
+
+    XLA writes one as a slice of the pool, and where rows are read after it, twice: into copies of it.
+    """
+    if math.prod(where.shape[:-1]) != 1:
+        return where, values
+    where, values = where.reshape(1, where.shape[-1]), values.reshape(1, values.shape[-1])
+    return jnp.concatenate([where, jnp.full_like(where, -1)]), jnp.concatenate([values, values])
 
 
 def read(
@@ -198,6 +209,11 @@ def append(pools: Held, region: Region, index: StepIndex, rows: Array) -> Held:
 def append_values(pools, region: Region, index, values, global_scale=1.0):
     """The same for values [T, dim] of a region of one head, encoded on the way."""
     return store_values(pools, region, *_new_places(region, index), values, global_scale)
+
+
+def only_if(now, index: StepIndex) -> StepIndex:
+    """An index to write rings with, by which nothing is written unless ``now``."""
+    return index._replace(slots=jnp.where(now, index.slots, -1))
 
 
 def _new_places(region: Region, index):

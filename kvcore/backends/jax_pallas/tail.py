@@ -1,5 +1,6 @@
 """The tails: raw rows of tokens awaiting compression, and the compression itself."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,18 +82,19 @@ def flush(
     closed: int,
     append: bool = False,
     newest: int = 0,
+    now: Mapping[str, Array] | None = None,
 ) -> Held:
     """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys.
 
     The ``rope`` is the fp32 inverse frequencies, or None. With ``append`` the step's own rows go to the tails, too,
-    where that is one launch, or one program of XLA.
+    where that is one launch, or one program of XLA, which keeps those of tails out that are not to have them ``now``.
     """
     triton, eps, rope = verbs(pools.kernels), compression.eps, compression.rope
     given = {role: stream for role, *stream in compression.each(streams)}
     if triton and triton.flushes(layer, given):
         return triton.flush(layer, pools, index, given, rope, eps=eps, append=append, newest=newest)
     if append:
-        return _flush_and_append(layer, pools, index, given, rope, closed=closed, eps=eps)
+        return _flush_and_append(layer, pools, index, given, rope, closed=closed, eps=eps, now=now)
     for role, (kv, score, weight) in given.items():
         if fused.flushes(layer, pools, role, rope):
             pools = _flush_fused(layer, pools, index, kv, score, weight, rope, closed=closed, role=role, eps=eps)
@@ -104,7 +106,7 @@ def flush(
     return pools
 
 
-def _flush_and_append(layer, pools, index, given, rope, *, closed, eps):
+def _flush_and_append(layer, pools, index, given, rope, *, closed, eps, now):
     """``flush``, and the step's own rows to the tails, which are read first: beside the write, XLA would copy them."""
     after = index
     if closed:
@@ -122,7 +124,9 @@ def _flush_and_append(layer, pools, index, given, rope, *, closed, eps):
         for role, rows in zip(given, latents, strict=True):
             pools = paged.store_role(layer, pools, index, rows, role=role)
     for role, (kv, score, _) in given.items():
-        pools = append_tail(layer, pools, after, kv, score, role=layer.tail_of(role))
+        ring = layer.tail_of(role)
+        into = after if now is None else place.only_if(now[ring], after)
+        pools = append_tail(layer, pools, into, kv, score, role=ring)
     return pools
 
 

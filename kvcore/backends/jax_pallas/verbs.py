@@ -44,12 +44,12 @@ def indexed(function: Any, by: str | tuple[str, ...] | None) -> Any:
 
     def run(self: Any, layer: int, index: StepIndex, *given: Any, **options: Any) -> Any:
         options.update(zip(names, given, strict=False))
-        count = _bucketed(self, size, layer, index, options)
+        count = bucketed(self, size, layer, index, options)
         kind = self.layers[layer].only(size.role or options.get("role", "entries"))
         fit = self.twins.fit(index)
         index = index if fit is None else fit.index
         found = programs.indexed(function)(kind, index, tuple(sorted(options.items())))
-        return _trimmed(self, found, fit, by, size, count)
+        return trimmed(self, found, fit, by, size, count)
 
     return facade.as_verb(run, function)
 
@@ -73,16 +73,16 @@ def _of_layer(
     names, size = facade.parameters_of(function).names, facade.SIZES.get(function.__name__)
     counted = {name: buckets.AXES.get(name, "tokens") for name in names} | (axes or {})
     # Columns that are read are none of what comes out.
-    trimmed = None if function in (kv.attend_kv, indexer.index_select) else size
+    cut = None if function in (kv.attend_kv, indexer.index_select) else size
 
     def call(self: Any, pools: Any, layer: int, index: StepIndex, given: Any, options: dict[str, Any]) -> Any:
         arrays, static = _sorted_out(self, function, {**dict(zip(names, given, strict=False)), **options})
-        count = None if size is None else _bucketed(self, size, layer, index, static)
+        count = None if size is None else bucketed(self, size, layer, index, static)
         touched = roles or _roles(function, static.get("role", "entries"))
-        fit, index, arrays = _fitted(self, pools, index, arrays, counted)
+        fit, index, arrays = fitted(self, pools, index, arrays, counted)
         move = _write if writes else _read
         found = move(self, function, pools, layer, touched, {"index": index, **arrays}, **static)
-        return found if writes else _trimmed(self, found, fit, by, trimmed, count)
+        return found if writes else trimmed(self, found, fit, by, cut, count)
 
     def of_a_role(self: Any, pools: Any, layer: int, role: str, index: StepIndex, *given: Any, **options: Any) -> Any:
         return call(self, pools, layer, index, given, {**options, "role": role})
@@ -121,7 +121,7 @@ def _roles(function: Any, role: str) -> tuple[str, ...]:
     return (role, TAIL_OF[role]) if function is tail.compress else (role,)
 
 
-def _bucketed(ops: Any, size: facade.Size, layer: int, index: StepIndex, options: dict[str, Any]) -> int:
+def bucketed(ops: Any, size: facade.Size, layer: int, index: StepIndex, options: dict[str, Any]) -> int:
     """The size that is asked for; the options get one that changes rarely."""
     size.fill(ops.plan, layer, index, options)
     count = least = options[size.name]
@@ -134,7 +134,7 @@ def _bucketed(ops: Any, size: facade.Size, layer: int, index: StepIndex, options
     return count
 
 
-def _fitted(
+def fitted(
     ops: Any, pools: Any, index: StepIndex, arrays: dict[str, Any], axes: dict[str, str | None]
 ) -> tuple[buckets.Fit | None, StepIndex, dict[str, Any]]:
     """(how a call's arrays are padded or None, its index, its arrays by name) outside of traces."""
@@ -146,7 +146,7 @@ def _fitted(
     return fit, fit.index, {name: fit.lengthen(array, axes[name]) for name, array in arrays.items()}
 
 
-def _trimmed(
+def trimmed(
     ops: Any, found: Any, fit: buckets.Fit | None, by: str | tuple[str, ...] | None, size: Any, count: int | None
 ) -> Any:
     """Outputs of the step's size, and of the size that was asked for."""
@@ -170,9 +170,9 @@ def rotated_rows(
 ) -> Array:
     """Window rows [T, d] normed (if a weight is given) and rotated at their positions, as they are stored then."""
     arrays = {"rows": rows, "rope": tail.frequencies_of(rope), "norm_weight": norm_weight}
-    fit, index, arrays = _fitted(self, {}, index, arrays, {"rows": "tokens", "rope": None, "norm_weight": None})
+    fit, index, arrays = fitted(self, {}, index, arrays, {"rows": "tokens", "rope": None, "norm_weight": None})
     found = programs.rotated_rows(self.layers[layer].only("window"), index, arrays, float(eps))
-    return _trimmed(self, found, fit, "tokens", None, None)
+    return trimmed(self, found, fit, "tokens", None, None)
 
 
 def select(self: Any, scores: Array, k: int) -> Array:
@@ -199,7 +199,7 @@ def index_select(
     if self.kernels == "portable":
         return _index_select(self, pools, layer, index, q, weights, count=k, columns=columns)
     options: dict[str, Any] = {"columns": columns}
-    _bucketed(self, facade.SIZES["index_scores"], layer, index, options)
+    bucketed(self, facade.SIZES["index_scores"], layer, index, options)
     return self.select(self.index_scores(pools, layer, index, q, weights, **options), k)
 
 
@@ -208,16 +208,16 @@ _index_select = reader(indexer.index_select, "index_keys", by="tokens")
 
 def from_batch(self: Any, index: StepIndex, batch: Array) -> Array:
     """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
-    fit, index, arrays = _fitted(self, {}, index, {"batch": batch}, {"batch": "requests"})
+    fit, index, arrays = fitted(self, {}, index, {"batch": batch}, {"batch": "requests"})
     batch = arrays["batch"]
     if buckets.is_known((index, batch)) and not self.place.whole:
         batch = self.place.lengthen(batch, len(batch), buckets.rounded(batch.shape[1]))
-    return _trimmed(self, programs.from_batch(index, batch), fit, "tokens", None, None)
+    return trimmed(self, programs.from_batch(index, batch), fit, "tokens", None, None)
 
 
 def to_batch(self: Any, index: StepIndex, rows: Array, width: int) -> Array:
     """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
-    fit, index, arrays = _fitted(self, {}, index, {"rows": rows}, {"rows": "tokens"})
+    fit, index, arrays = fitted(self, {}, index, {"rows": rows}, {"rows": "tokens"})
     known = buckets.is_known((index, rows)) and not self.place.whole
     found = programs.to_batch(index, arrays["rows"], buckets.rounded(width) if known else width)
     return self.place.trimmed(found, None if fit is None else fit.given["requests"], width)
@@ -229,7 +229,7 @@ def store_entries(
     """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
     given = {"entries": entries, "index_keys": index_keys}
     writes = tuple(role for role, values in given.items() if values is not None)
-    fit, index, _ = _fitted(self, pools, index, given, dict.fromkeys(given))
+    fit, index, _ = fitted(self, pools, index, given, dict.fromkeys(given))
     if fit is not None:
         count = self.place.rows(len(next(values for values in given.values() if values is not None)))
         given = self.place.lengthen(given, count)
@@ -244,7 +244,7 @@ def flush(self: Any, pools, layer, index, streams, compression, *, closed=None):
     writes = ("entries",) if streams.index_kv is None else ("entries", "index_keys")
     reads = tuple(TAIL_OF[role] for role in writes)
     arrays = {"streams": streams, "compression": turning(compression)}
-    _, index, arrays = _fitted(self, pools, index, arrays, {"streams": "tokens", "compression": None})
+    _, index, arrays = fitted(self, pools, index, arrays, {"streams": "tokens", "compression": None})
     arrays["index"] = index
     # A launch finds on the device what closes: its trace needs no bound.
     closed = 1 if _flushes(self, layer, writes) else _closing(self, layer, closed, index)
@@ -282,7 +282,7 @@ def append_flush(
     newest = len(index.positions) if newest is None else newest
     # Padded once for all that follows.
     given = {"streams": Streams(kv, score, index_kv, index_score)}
-    _, index, given = _fitted(self, pools, index, given, {"streams": "tokens"})
+    _, index, given = fitted(self, pools, index, given, {"streams": "tokens"})
     kv, score, index_kv, index_score = given["streams"]
     if _flushes(self, layer, roles):
         streams = given["streams"]

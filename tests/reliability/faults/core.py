@@ -353,7 +353,7 @@ TABLE = {
     ],
     "cache/ring_writes.py": [
         (
-            "        self._keep_overwritten(role)\n        write = getattr",
+            "        self.keep_overwritten(role)\n        write = getattr",
             "        write = getattr",
             "a recurrent state that a step overwrites is not kept for an abort",
         ),
@@ -378,7 +378,7 @@ TABLE = {
             "nothing is kept of rows that are written at once",
         ),
         (
-            "            for role in tails:\n                self._keep_overwritten(role)\n",
+            "            for role in tails:\n                self.keep_overwritten(role)\n",
             "",
             "nothing is kept of tails that are written with their flush",
         ),
