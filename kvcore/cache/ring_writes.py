@@ -524,7 +524,9 @@ class RingWrites:
     def store_waiting(self) -> None:
         """Write the ring rows that had to wait, with what they take the place of kept for an abort."""
         undo = self.context.undo
-        for role in self.waiting.keys() - self.ahead:
+        for role in self.waiting:
+            if role in self.ahead:
+                continue
             if undo.overwrites(getattr(self.spec, role), self._regions[role][0].rows):
                 undo.keep(self.context.pools, self.number, role)
             self._write(role, self.waiting[role])

@@ -42,7 +42,7 @@ def store_and_attend(writes: RingWrites, given: WholeLayer, flushed: Sequence[st
     if rotated is not None:
         own["window"] = (rotated,)
     writes.own.update(own)
-    writes.waiting = {role: own[role] for role in waits}
+    writes.waiting = {role: rows for role, rows in own.items() if role in waits}
     writes.ahead = waits if is_new else writes.ahead
     writes.stored.update(flushed)
     return answer
