@@ -541,7 +541,8 @@ class LayerHandle:
         self, given: dict[str, Any], index: Any, k: Any, flushing: tuple[Any, ...], attending: tuple[Any, ...]
     ) -> WholeLayer:
         """Of ``decode``, what its verbs are given by all but the window's rotation, checked as they do."""
-        context, keys, rows, columns = self._context, self._spec.index_keys, {}, 0
+        context, keys, columns = self._context, self._spec.index_keys, 0
+        rows: dict[str, tuple[Array, ...]] = {}
         for role, arrays in given.items():
             rows[role] = self._rows(role, arrays)
             context.check_outside(f"append_{role}", rows[role])
@@ -565,7 +566,7 @@ class LayerHandle:
             compression=compression,
             closed=closed,
             newest=context.most_new,
-            index=index,
+            indexer=index,
             k=k or 0,
             columns=columns,
             sink=sink,
@@ -1002,7 +1003,7 @@ class LayerHandle:
             given = q, weights
             q, weights = self._index_queries(verb, q, weights)
             context.passes(key, given, (q, weights))
-        keys = self._spec.index_keys  # type: ignore[assignment]
+        keys: Any = self._spec.index_keys
         self._require_entries("index_keys", verb)
         return keys, q, weights, self._columns(verb, keys)
 

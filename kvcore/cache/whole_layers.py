@@ -28,7 +28,7 @@ def store_and_attend(writes: RingWrites, given: WholeLayer, flushed: Sequence[st
     if run is None or writes.own or not context.tokens:
         return None
     waits = frozenset(role for role in given.rows if writes.writing(role).waits)
-    is_new = not any(row.start and row.new for row in context.rows)
+    is_new = bool(waits) and not any(row.start and row.new for row in context.rows)
     for role in given.rows:
         writes.keep_overwritten(role)
     # Copies: the caller may fill its buffer with the next layer's rows before the step ends.

@@ -58,7 +58,7 @@ class WholeLayer(NamedTuple):
         compression: what a flush does with rows of tails.
         closed: entries that the step completes.
         newest: most new tokens of a request.
-        index: (q, weights) of the indexer, or None: every entry is attended to.
+        indexer: its (q, weights), or None: every entry is attended to.
         k: entries that it picks.
         columns: keys that it looks at.
         sink: [H] of attention, or None.
@@ -73,7 +73,7 @@ class WholeLayer(NamedTuple):
     compression: Compression
     closed: int
     newest: int
-    index: tuple[Array, Array] | None
+    indexer: tuple[Array, Array] | None
     k: int
     columns: int
     sink: Array | None

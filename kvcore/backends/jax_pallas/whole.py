@@ -48,13 +48,13 @@ def whole_layer(
         "scale": given.scale,
         "rope": tail.frequencies_of(given.rope),
     }
-    if given.index is not None:
-        arrays["index_q"], arrays["index_weights"] = given.index
+    if given.indexer is not None:
+        arrays["index_q"], arrays["index_weights"] = given.indexer
     arrays = {name: array for name, array in arrays.items() if array is not None}
     if self.kernels == "triton" or not buckets.is_known(arrays):
         return None
     options: dict[str, Any] = {"columns": given.columns}
-    if given.index is not None:
+    if given.indexer is not None:
         verbs.bucketed(self, facade.SIZES["index_select"], layer, index, options)
     counts = {name: "tokens" if name in TOKENS else None for name in arrays}
     fit, padded, arrays = verbs.fitted(self, pools, index, arrays, counts)
