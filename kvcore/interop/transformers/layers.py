@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcore.errors import StepError
 from kvcore.interop.transformers.compiled import behind_padding, notes, stored_before
 from kvcore.interop.transformers.handed import Alike, Captured, Handed, SharedRows, likes
-from kvcore.interop.transformers.owner import Owned, Owner
+from kvcore.interop.transformers.owner import OwnedLayer, Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import by_head, by_token, check_inference
 from kvcore.spec import KV, Entries, Window
@@ -25,7 +25,7 @@ from kvcore.spec import KV, Entries, Window
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Layer(Owned, CacheLayerMixin):
+class Layer(OwnedLayer, CacheLayerMixin):
     """What all layers answer alike. B rows of the batch, S new tokens each.
 
     Attributes:
@@ -104,38 +104,6 @@ class Layer(Owned, CacheLayerMixin):
         """Tokens of every row before the forward that is under way, if one is."""
         return self.owner.length
 
-    def get_max_length(self) -> int:
-        """Most tokens that a row can hold."""
-        return self.owner.max_length
-
-    def reset(self) -> None:
-        """Refused: rows are as long in one layer as in all."""
-        raise self._of_all("reset")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: rows are as long in one layer as in all."""
-        raise self._of_all("crop")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused: a row is the same in one layer as in all."""
-        raise self._of_all("reorder_cache")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused: a row is the same in one layer as in all."""
-        raise self._of_all("batch_select_indices")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: a row is the same in one layer as in all."""
-        raise self._of_all("batch_repeat_interleave")
-
-    def offload(self) -> None:
-        """Refused: pools stay where they were planned."""
-        self.owner.offload(self.number)
-
-    def prefetch(self) -> None:
-        """Refused: pools stay where they were planned."""
-        self.owner.prefetch(self.number)
-
     def _read(self, handle: Any) -> Pair:
         """Copies of the keys and values that later tokens can see."""
         raise NotImplementedError
@@ -154,9 +122,6 @@ class Layer(Owned, CacheLayerMixin):
         return StepError(
             got=f"an assignment to layers[{self.number}].{name}", where="KVCache", allowed="reading it; update stores"
         )
-
-    def _of_all(self, verb: str) -> StepError:
-        return StepError(got=f"layers[{self.number}].{verb}", where="KVCache", allowed=f"{verb} of the whole cache")
 
 
 class KVLayer(Layer):

@@ -1,5 +1,7 @@
 """What a layer of transformers needs of the ``KVCache`` that it belongs to."""
 
+# ruff: noqa: ARG002 - the signatures are those that models call
+
 import weakref
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
@@ -151,3 +153,48 @@ class Owned:
     @owner.setter
     def owner(self, owner: Any) -> None:
         self._owner = weakref.ref(owner)
+
+
+class OwnedLayer(Owned):
+    """One layer of a cache, and what it refuses whatever it holds.
+
+    Attributes:
+        number: of the layer.
+    """
+
+    number: int
+
+    def get_max_length(self) -> int:
+        """Most tokens that a row can hold."""
+        return self.owner.max_length
+
+    def reset(self) -> None:
+        """Refused: rows are as long in one layer as in all."""
+        raise self._of_all("reset")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: rows are as long in one layer as in all."""
+        raise self._of_all("crop")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refused: a row is the same in one layer as in all."""
+        raise self._of_all("reorder_cache")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Refused: a row is the same in one layer as in all."""
+        raise self._of_all("batch_select_indices")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: a row is the same in one layer as in all."""
+        raise self._of_all("batch_repeat_interleave")
+
+    def offload(self) -> None:
+        """Refused: pools stay where they were planned."""
+        self.owner.offload(self.number)
+
+    def prefetch(self) -> None:
+        """Refused: pools stay where they were planned."""
+        self.owner.prefetch(self.number)
+
+    def _of_all(self, verb: str) -> StepError:
+        return StepError(got=f"layers[{self.number}].{verb}", where="KVCache", allowed=f"{verb} of the whole cache")

@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvcore.errors import StepError
 from kvcore.interop.transformers.layers import KVLayer
-from kvcore.interop.transformers.owner import Owned, Owner
+from kvcore.interop.transformers.owner import OwnedLayer, Owner
 from kvcore.interop.transformers.tensors import check_inference, version_of
 from kvcore.spec import Conv, LayerSpec
 
@@ -44,7 +44,7 @@ class HandedOut:
         return self._before is not None and not torch.equal(self._before, self.tensor)
 
 
-class RecurrentLayer(Owned, LinearAttentionCacheLayerMixin):
+class RecurrentLayer(OwnedLayer, LinearAttentionCacheLayerMixin):
     """What a recurrent layer carries on. B rows of the batch, S new tokens each."""
 
     supports_early_init = False
@@ -159,33 +159,6 @@ class RecurrentLayer(Owned, LinearAttentionCacheLayerMixin):
             handle.write_state(owner.give(states.reshape(len(states), *self.state.shape)))
             owner.finish(self.number)
 
-    def offload(self) -> None:
-        """Refused: pools stay where they were planned."""
-        self.owner.offload(self.number)
-
-    def prefetch(self) -> None:
-        """Refused: pools stay where they were planned."""
-        self.owner.prefetch(self.number)
-
-    def reset(self) -> None:
-        """Refused: rows are as long in one layer as in all."""
-        raise self._of_all("reset")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: rows are as long in one layer as in all."""
-        raise self._of_all("crop")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused: a row is the same in one layer as in all."""
-        raise self._of_all("reorder_cache")
-
-    def get_max_length(self) -> int:
-        """Most tokens that a row can hold."""
-        return self.owner.max_length
-
-    def _of_all(self, verb: str) -> StepError:
-        return StepError(got=f"layers[{self.number}].{verb}", where="KVCache", allowed=f"{verb} of the whole cache")
-
 
 class _Halves:
     """The owner of a layer that attends and is recurrent: its part of a forward ends when both halves have ended."""
@@ -245,7 +218,3 @@ class HybridLayer(RecurrentLayer, KVLayer):
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: pools are allocated with the cache."""
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused: a row is the same in one layer as in all."""
-        raise self._of_all("batch_select_indices")
