@@ -62,11 +62,15 @@ fi
 
 if asked compile; then
     for gpu in A100 H100 B200; do
-        for which in "flush" "not flush"; do
-            part=compile-$gpu-$(echo "$which" | tr -d " ")
+        number=0
+        # Parts of about as many kernels.
+        for which in "flush" "index and not flush" "gather and (row or per_token)" "gather and (v3 or v4)" \
+            "gather and not (index or row or per_token or v3 or v4)" "not flush and not gather"; do
+            number=$((number + 1))
+            part=compile-$gpu-$number
             # Of conftest.py only the kernels' own: the whole suite's takes packages that this machine may lack. A record is
             # written whatever the tests say; one of tests that failed goes, so that the part is missing.
-            { (cd "$root" && KVCORE_COMPILE_RECORD="$logs/$part.json" timeout 200 \
+            { (cd "$root" && KVCORE_COMPILE_RECORD="$logs/$part.json" timeout 300 \
                 python3 -m pytest -q --confcutdir=tests/kernels -p no:cacheprovider tests/kernels/test_ahead_of_time.py \
                 -k "$gpu and $which") >"$part.log" 2>&1 || rm -f "$part.json"; } &
         done
