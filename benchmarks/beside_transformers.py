@@ -90,7 +90,7 @@ class Stack(PreTrainedModel):
         return out
 
 
-def of_model(name: str, cache: Any, model: Stack, *, exact: bool = True, most: int | None = None) -> Contender:
+def of_model(name: str, cache: Any, model: Any, *, exact: bool = True, most: int | None = None) -> Contender:
     """What ``generate`` does: whoever the cache says attends."""
 
     def fill(layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -119,7 +119,9 @@ def bytes_of_layers(cache: Any) -> int:
 
 
 def bytes_of(tensor: Any) -> int:
-    """Of a tensor; of one made of others, as a quantised one is, of those; none of anything else."""
+    """Of a tensor; of those that one is made of, or that a tuple or dict holds; none of anything else."""
+    if isinstance(tensor, (tuple, dict)):
+        return sum(bytes_of(each) for each in (tensor.values() if isinstance(tensor, dict) else tensor))
     if not isinstance(tensor, torch.Tensor):
         return 0
     parts = getattr(tensor, "__tensor_flatten__", None)
@@ -144,6 +146,26 @@ def by_kvcore(name: str, cache: KVCache, *, exact: bool = True) -> Contender:
         return out[None]
 
     return Contender(name, fill, step, cache.crop, lambda: cache.nbytes, exact)
+
+
+def compiled_contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Contender]:
+    """Caches of fixed shapes in compiled code, one graph each, beside DynamicCache as it is."""
+    model, most = Stack(config(window), dtype), context + 64
+    torch.compiler.reset()
+    dynamic = of_transformers("DynamicCache", DynamicCache(config=model.config), model)
+    static = StaticCache(config=model.config, max_cache_len=most)
+    static.activate_past_recording()
+    caches: dict[str, Any] = {"StaticCache, compiled": static} if window is None else {}
+    for form in (None, "int8_row"):
+        for asked in ("auto", "model"):
+            caches[f"kvcore{'' if form is None else ' ' + form}, attention={asked}, compiled"] = KVCache(
+                model, batch=1, max_length=most, max_draft_tokens=4, static=True, formats=form, attention=asked
+            )
+    run = torch.compile(model.forward, fullgraph=True, dynamic=False)
+    return [
+        dynamic,
+        *(of_model(name, cache, run, exact="int8" not in name, most=most) for name, cache in caches.items()),
+    ]
 
 
 def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Contender]:
@@ -178,10 +200,9 @@ def states(tokens: int, dtype: torch.dtype, random: torch.Generator) -> list[tor
     return [torch.randn(1, heads, tokens, DIM, generator=random).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def measure(context: int, dtype: torch.dtype, steps: int, window: int | None) -> list[dict[str, Any]]:
+def measure(found: list[Contender], context: int, dtype: torch.dtype, steps: int, layers: str) -> list[dict[str, Any]]:
     """One row of the table for each cache."""
     random = torch.Generator().manual_seed(0)
-    found = contenders(context, dtype, window)
     for start in range(0, context, CHUNK):
         _, k, v = states(min(CHUNK, context - start), dtype, random)
         for each in found:
@@ -204,7 +225,7 @@ def measure(context: int, dtype: torch.dtype, steps: int, window: int | None) ->
     return [
         {
             "context": context,
-            "layers": f"sliding, {window:,}" if window else "full",
+            "layers": layers,
             "dtype": str(dtype).removeprefix("torch."),
             "cache": each.name,
             "step_ms": round(1e3 * statistics.median(times[each.name]), 3),
@@ -236,9 +257,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="folder for beside_transformers.json and .md")
+    parser.add_argument(
+        "--compiled", action="store_true", help="caches of fixed shapes, in compiled code, and no others"
+    )
+    parser.add_argument("--windows", type=int, nargs="*", default=list(WINDOWS), help="of sliding layers")
+    parser.add_argument("--out", type=Path, help="folder for beside_transformers.json and .md, or ..._compiled")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    make = compiled_contenders if chosen.compiled else contenders
     record: dict[str, Any] = {
         "stack": f"{LAYERS} layers, {HEADS} query and {KV_HEADS} key-value heads of {DIM}",
         **environment.of_script(),
@@ -246,13 +272,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "quantised_cache": "quanto, 4 bits" if find_spec("optimum") else "left out: no optimum-quanto",
         "rows": [],
     }
-    for window in (None, *WINDOWS):
+    for window in (None, *chosen.windows):
         for name in chosen.dtypes:
             for context in chosen.contexts:
                 if window is not None and context < window:
                     continue
+                dtype, layers = getattr(torch, name), f"sliding, {window:,}" if window else "full"
                 with torch.no_grad():
-                    rows = measure(context, getattr(torch, name), chosen.steps, window)
+                    rows = measure(make(context, dtype, window), context, dtype, chosen.steps, layers)
                 record["rows"] += rows
                 for row in rows:
                     print(
@@ -264,9 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     )
     if chosen.out is not None:
         chosen.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        (chosen.out / "beside_transformers.json").write_text(text, encoding="utf-8")
-        (chosen.out / "beside_transformers.md").write_text(as_table(record), encoding="utf-8")
+        text, name = json.dumps(record, indent=1, ensure_ascii=False) + "\n", "beside_transformers"
+        name += "_compiled" if chosen.compiled else ""
+        (chosen.out / f"{name}.json").write_text(text, encoding="utf-8")
+        (chosen.out / f"{name}.md").write_text(as_table(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ class Bench:
         return text.getvalue()
 
 
-def contenders(bench: Bench, formats: Sequence[str], *, only: str = "") -> Iterator[Contender]:
+def contenders(bench: Bench, formats: Sequence[str], only: Sequence[str]) -> Iterator[Contender]:
     """All that decode eagerly."""
     config = bench.config
     found = [
@@ -256,12 +256,18 @@ def contenders(bench: Bench, formats: Sequence[str], *, only: str = "") -> Itera
         found.append(Contender("QuantizedCache, quanto", lambda *_: QuantizedCache("quanto", config)))
     if find_spec("hqq"):
         found.append(Contender("QuantizedCache, HQQ", lambda *_: QuantizedCache("hqq", config)))
+    found.append(Contender("QuantizedCache, fp8", lambda *_: QuantizedCache("fp8", config)))
     found += [
         Contender(f"kvcore {form}, {attention}", kvcore_of(bench, form, attention=attention))
         for form in formats
         for attention in ("model", "auto")
     ]
-    yield from (each for each in found if only in each.name)
+    yield from (each for each in found if is_chosen(each, only))
+
+
+def is_chosen(contender: Contender, only: Sequence[str]) -> bool:
+    """Whether its name has one of these parts; all are chosen where none are named."""
+    return not only or any(part in contender.name for part in only)
 
 
 def kvcore_of(bench: Bench, form: str, **options: Any) -> Callable[[int, int], KVCache]:
@@ -327,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scenes", nargs="*", help="rows x tokens, as in 16x2048")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
-    parser.add_argument("--only", default="", help="contenders whose names contain this")
+    parser.add_argument("--only", nargs="+", default=[], help="contenders whose names contain one of these")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--prompts", nargs="*", help="likewise; none where nothing follows")
@@ -348,17 +354,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     measures: list[Callable[[], Any]] = []
     for batch, context in scenes:
-        every = list(contenders(bench, chosen.formats, only=chosen.only))
+        every = list(contenders(bench, chosen.formats, chosen.only))
         together = max(1, MOST_HELD // bench.bytes_of(batch, context))
         groups = [every[first : first + together] for first in range(0, len(every), together)]
         measures += [partial(bench.decode, some, batch, context, chosen.steps) for some in groups]
     for batch, context in scenes_of(chosen.prompts, PROMPTS):
         sizes = "prompt", batch, context, chosen.steps
-        some = contenders(bench, chosen.formats, only=chosen.only)
+        some = contenders(bench, chosen.formats, chosen.only)
         measures += [partial(bench.guarded, bench.prompt, contender, *sizes) for contender in some]
-    for batch, context in scenes_of(chosen.compiled, COMPILED):
-        some = [contender for contender in compiled(bench) if chosen.only in contender.name]
-        measures += [partial(bench.decode, [contender], batch, context, chosen.steps) for contender in some]
+    for contender in compiled(bench):
+        if is_chosen(contender, chosen.only):
+            every = scenes_of(chosen.compiled, COMPILED)
+            measures += [partial(bench.decode, [contender], *scene, chosen.steps) for scene in every]
     for measure in measures:
         measure()
         if chosen.out is not None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, CompileConfig, DynamicCache
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from kvcore.errors import StepError
-from kvcore.interop.transformers import KVCache, attention, compiled
+from kvcore.interop.transformers import KVCache, attention, compiled, masked, ways
 from kvcore.interop.transformers.latent import StaticMlaLayer
 from kvcore.interop.transformers.layers import StaticLayer
 from kvcore.ops import Attention
@@ -151,14 +152,92 @@ def test_generate(make):
     assert len(traced.operators) == 3
 
 
-def test_masks_with_holes():
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("make", [models.llama, models.gpt_oss, models.deepseek_v3, models.gemma3])
+def test_masks_with_holes(make, attention):
+    """Rows that see something else than one run get what the model's own attention gives, and ``explain`` says so."""
+    model, mask = make(), torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask[0, 2] = 0
+    mask[1] = 0  # sees nothing: not even itself
+    if make is models.gpt_oss and attention == "sdpa":
+        pytest.skip("it has no sdpa")
+    model.set_attn_implementation(attention)
+    found, cache = Traced(model), static(model, "auto")
+    own = Traced(model).logits(static(model, "model"), mask)
+    logits = found.logits(cache, mask)
+    assert torch.allclose(logits, own, atol=3e-5)
+    reasons = {choice.reason for choice in cache.explain() if "last forward" in choice.verb}
+    assert reasons == {masked.REASON}
+    assert len(found.operators) == 3
+    # Of a step without holes it says nothing any more.
+    with torch.no_grad():
+        found.run(models.token_ids(ROWS, 1), cache=cache, attention_mask=torch.ones(ROWS, 24, dtype=torch.int64))
+    assert not [choice for choice in cache.explain() if "last forward" in choice.verb]
+
+
+def test_masks_that_add_to_scores():
+    """Latent rows that a mask of summands shows, with something added to their scores."""
+    model, mask = models.deepseek_v3(), torch.zeros(ROWS, 1, 1, 24)
+    mask[0, ..., 2] = -1.5
+    mask[..., TOKENS + 1 :] = torch.finfo(mask.dtype).min
+    found = []
+    for asked in ("auto", "model"):
+        traced, cache = Traced(model), static(model, asked)
+        traced.logits(cache)
+        with torch.no_grad():
+            found.append(traced.run(models.token_ids(ROWS, 1), cache=cache, attention_mask=mask).logits)
+    assert torch.allclose(*found, atol=3e-5)
+    assert not torch.allclose(found[0][0], found[0][1])
+
+
+def test_masks_that_nobody_can_look_at():
     """Where what a row sees is not one run its logits are NaN, and never those of other tokens."""
     model, mask = models.llama(), torch.ones(ROWS, TOKENS, dtype=torch.int64)
     mask[0, 2] = 0
-    found, wanted = Traced(model).logits(static(model), mask), own(model, mask)
+    cache = static(model)
+    cache.looks = False
+    found, wanted = Traced(model).logits(cache, mask), own(model, mask)
     assert found[0, PROMPT:].isnan().all()
     assert torch.allclose(found[1], wanted[1], atol=3e-5)
     assert torch.allclose(found[0, 3:PROMPT], wanted[0, 3:PROMPT], atol=3e-5)
+
+
+class Unasking(LlamaAttention):
+    """An attention module that calls one function, whatever the configuration names."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **_):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        out, _ = eager_attention_forward(self, query, key, value, attention_mask, self.scaling)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+@pytest.mark.parametrize("asked", ["auto", "cache"])
+def test_a_module_that_asks_no_registry_attends_itself(asked):
+    model = models.llama()
+    model.set_attn_implementation("eager")
+    model.model.layers[1].self_attn.__class__ = Unasking
+    traced, cache = Traced(model), static(model, asked)
+    assert torch.allclose(traced.logits(cache), own(model), atol=3e-5)
+    assert traced.operators == ["attended", "stored_keys_and_values", "attended"]
+    (choice,) = [choice for choice in cache.explain() if choice.layer == 1 and "one" in choice.verb]
+    assert (choice.implementation, choice.reason) == ("model", ways.NOT_ASKING)
+
+
+@pytest.mark.parametrize("backend", ["torch_triton", "reference"])
+def test_auto_is_by_the_table(backend):
+    cache = static(models.llama(), "auto", backend=backend)
+    ones = [choice for choice in cache.explain() if "one" in choice.verb]
+    assert {choice.implementation for choice in ones} == {"cache" if backend == "torch_triton" else "model"}
+    if backend == "torch_triton":
+        coded = static(models.llama(), "auto", formats="int8_row").explain()[0]
+        assert ones[0].reason.endswith(ways.COMPILED_MEASURED[True])
+        assert coded.reason.endswith(ways.COMPILED_MEASURED[False])
 
 
 def test_what_the_cache_cannot_attend_to_is_the_models():
@@ -213,6 +292,7 @@ def test_nothing_waits_and_nothing_moves(make, monkeypatch):
     """What is around a backend's verbs reads no number of a tensor, and the pools stay where they are."""
     model = make()
     traced, cache = Traced(model), static(model)
+    cache.looks = False  # as on a GPU
     mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
     mask[0, :3] = 0
     traced.logits(cache, mask)

@@ -63,6 +63,7 @@ class Forwards(Cache):
         self.number = next(NUMBERS)
         CACHES[self.number] = self
         self.device = settings.device
+        self.looks = self.device.type == "cpu"
         self._torch_pools = uses_torch(self.kv)
         # On a GPU steps that are alike are told to the device where the last one was.
         self._keeps = self._torch_pools and self.device.type == "cuda"
@@ -96,6 +97,7 @@ class Forwards(Cache):
             device=settings.device,
             latents=OfLatents(len(settings.expanding), against, settings.of.most_absorbed),
             static=settings.static,
+            asking=settings.asking,
         )
         components: dict[Any, int] = {}
         for layer, ways, kind in zip(layers, self._ways, settings.kinds, strict=False):
@@ -222,6 +224,8 @@ class Forwards(Cache):
 
         What a layer overwrites is looked at in every step; of one that overwrites nothing checks pass again.
         """
+        if self.static:
+            self._refused.clear()
         self._step = step = self._open(batch, new, kept=self._keeps and new == 1)
         self._layer_of, context, start = step._state.layer, step._state.context, self.length
         for layer, before in self._before.values() if new == 1 else ():

@@ -11,6 +11,7 @@ from kvcore.interop.transformers.compiled import notes, shown_by
 from kvcore.interop.transformers.compressed import WindowAndEntries
 from kvcore.interop.transformers.handed import Captured
 from kvcore.interop.transformers.layers import Layer, Pair, captured_step
+from kvcore.interop.transformers.masked import REASON, attended_under
 from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import check_inference, to_torch
@@ -129,23 +130,32 @@ class StaticMlaLayer(MlaLayer):
         with owner.forward(self.number, latents) as handle:
             self._rank = rank
             handle.store_entries(owner.give(torch.cat([latents, rotary], dim=-1).flatten(0, 2)))
-            context, selected, plain = handle._context, None, None
+            selected, listed = None, None
             if mask is not None:
-                shown, plain = shown_by(mask[..., : owner.length + 1], len(query))
+                shown, listed = shown_by(mask[..., : owner.length + 1], len(query))
                 number = torch.arange(shown.shape[1], dtype=torch.int32, device=shown.device)
                 selected = owner.numbers(torch.where(shown, number, -1))
-            out = handle._ops.attend(
-                context.pools,
-                self.number,
-                context.index,
-                owner.give(query),
-                selected,
-                sink=None if sink is None else owner.give(sink.detach().float()),
-                scale=scale,
-            ).out
-            found = owner.take(out, query.dtype)[..., :rank].contiguous()
+                # What adds to scores, or shows a row nothing, is no list of rows.
+                listed = shown.any(dim=1) if listed is None else listed & shown.any(dim=1)
+            if mask is not None and listed is not None and owner.looks and not listed.all():
+                owner.refuse(self.number, REASON)
+                rows = owner.take(handle.gather_all_entries().values, query.dtype).unsqueeze(1)
+                rows = padded(rows, mask.shape[3])
+                found = attended_under(mask, query.unsqueeze(2), rows, rows[..., :rank], sink, scale).squeeze(1)
+            else:
+                out = handle._ops.attend(
+                    handle._context.pools,
+                    self.number,
+                    handle._context.index,
+                    owner.give(query),
+                    selected,
+                    sink=None if sink is None else owner.give(sink.detach().float()),
+                    scale=scale,
+                ).out
+                found = owner.take(out, query.dtype)[..., :rank].contiguous()
             owner.finish(self.number)
-        return found if plain is None else torch.where(plain[:, None, None], found, torch.nan)
+        # Where nobody could look, NaN says that a row saw something else.
+        return found if listed is None or owner.looks else torch.where(listed[:, None, None], found, torch.nan)
 
     def captured_and_attended(
         self,

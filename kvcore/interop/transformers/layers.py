@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcore.errors import StepError
 from kvcore.interop.transformers.compiled import behind_padding, notes, stored_before
 from kvcore.interop.transformers.handed import Alike, Captured, Handed, SharedRows, likes
+from kvcore.interop.transformers.masked import REASON, attended_under
 from kvcore.interop.transformers.owner import OwnedLayer, Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import by_head, by_token, check_inference
@@ -262,28 +263,37 @@ class StaticLayer(KVLayer):
         owner = self.owner
         with owner.forward(self.number, keys) as handle:
             handle.append_kv(owner.give(by_token(keys)), owner.give(by_token(values)))
-            context = handle._context
-            k, v = handle._writes.unwritten("kv") or (None, None)
-            index = context.index
-            whole: Any = True
+            index, whole = handle._context.index, None
             if mask is not None:
-                # What a row sees begins behind its padding; where it is not one run up to the new token, NaN says so.
+                # What a row sees begins behind its padding; it may not be one run up to the new token.
                 left, whole = behind_padding(mask, len(query), owner.length + 1, len(self._visible(1)))
                 index = index._replace(left_padding=owner.numbers(left))
-            out = handle._ops.attend_kv(
-                context.pools,
-                self.number,
-                index,
-                owner.give(by_token(query)),
-                k,
-                v,
-                columns=handle._kv_columns(self.component, ended=True),
-                sink=None if sink is None else owner.give(sink.detach().float()),
-                scale=scale,
-            ).out
-            found = owner.take(out, query.dtype).unsqueeze(1)
+            if mask is not None and whole is not None and owner.looks and not whole.all():
+                owner.refuse(self.number, REASON)
+                rows = (padded(each, mask.shape[3]) for each in self.visible_rows(handle, 1, query.dtype))
+                found = attended_under(mask, query, *rows, sink, scale)
+            else:
+                found = self._attended(handle, index, query, sink, scale)
             owner.finish(self.number)
-        return found if mask is None else torch.where(whole, found, torch.nan)
+        # Where nobody could look, NaN says that a row saw something else.
+        return found if whole is None or owner.looks else torch.where(whole, found, torch.nan)
+
+    def _attended(self, handle: Any, index: Any, query: torch.Tensor, sink: Any, scale: float | None) -> torch.Tensor:
+        """Attention of q [B, H, 1, dim] to the rows where they lie -> [B, 1, H, dim]."""
+        owner = self.owner
+        k, v = handle._writes.unwritten("kv") or (None, None)
+        out = handle._ops.attend_kv(
+            handle._context.pools,
+            self.number,
+            index,
+            owner.give(by_token(query)),
+            k,
+            v,
+            columns=handle._kv_columns(self.component, ended=True),
+            sink=None if sink is None else owner.give(sink.detach().float()),
+            scale=scale,
+        ).out
+        return owner.take(out, query.dtype).unsqueeze(1)
 
     def captured_and_attended(
         self,

@@ -15,7 +15,7 @@ from kvcore.interop.transformers.reuse import check_reusable
 from kvcore.interop.transformers.seam import expanding
 from kvcore.interop.transformers.spec import Formats, cache_spec, decoder_of
 from kvcore.interop.transformers.tensors import DTYPES
-from kvcore.interop.transformers.ways import Asked, check_asked, decoder_module, reason_against
+from kvcore.interop.transformers.ways import Asked, check_asked, decoder_module, layers_asking, reason_against
 from kvcore.requests.prefix import Policy, check_policy
 from kvcore.spec import CacheSpec
 
@@ -33,6 +33,7 @@ class Settings(NamedTuple):
         against: why the cache does not in any layer; "" where it may.
         hooks: what tells the cache of the model's forwards, if it attends itself.
         expanding: modules of the model that expand latents to keys and values, if it attends itself.
+        asking: with static shapes, layers that look their attention function up: see ``layers_asking``.
         prefix: what is kept of prompts for later ones.
         prefix_tokens: of earlier prompts that there is room for beside the rows.
     """
@@ -54,6 +55,7 @@ class Settings(NamedTuple):
     against: str
     hooks: Hooks | None
     expanding: tuple[torch.nn.Module, ...]
+    asking: frozenset[int]
     prefix: Policy
     prefix_tokens: int
 
@@ -142,6 +144,7 @@ def settings_of(
         kinds=tuple(get_layer_types_and_kwargs(decoder_of(model.config))[0]),
         hooks=None if against else hooks_of(decoder_module(model)),
         expanding=() if against else expanding(decoder_module(model)),
+        asking=frozenset() if against or not static else layers_asking(decoder_module(model), len(spec.layers)),
         prefix=prefix,
         prefix_tokens=check_count(SpecError, "prefix_tokens", prefix_tokens, 0),
     )

@@ -5,6 +5,7 @@ rows where they lie, the query heads that share a key head as rows of one produc
 the cache hands out.
 """
 
+import inspect
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -116,8 +117,11 @@ def reason_against(model: Any, asked: Asked, *, static: bool) -> str:
     """Why the model attends in all layers; "" where it need not."""
     if asked == "model":
         return "asked for: attention='model'"
-    if static and asked != "cache":
-        return "static=True: compiled code attends to rows of a fixed number; attention='cache' reads the pools"
+    if static and asked != "cache" and str(getattr(model, "device", "cpu")) != "cpu":
+        return (
+            "static=True on a GPU: nobody waits to see whether a mask has holes, which the cache answers with NaN; "
+            "attention='cache' reads the pools"
+        )
     if not isinstance(model, torch.nn.Module):
         return "the model is not a torch module, so nothing is told of its forwards"
     can_set = getattr(type(decoder_module(model)), "_can_set_attn_implementation", None)
@@ -135,13 +139,17 @@ def ways_of(
     device: torch.device,
     latents: OfLatents,
     static: bool,
+    asking: frozenset[int],
 ) -> tuple[Ways, ...]:
-    """For every layer, who attends."""
+    """For every layer, who attends; ``asking``: see ``layers_asking``."""
     if against:
         return (Ways(Way("model", against), Way("model", against)),) * len(kv.spec.layers)
-    if static:
-        return tuple(_static(layer, latents) for layer in kv.spec.layers)
     named = {choice.layer: choice for choice in kv.ops.explain() if choice.verb in ("attend", "attend_kv")}
+    if static:
+        return tuple(
+            _static(layer, named.get(number), dtype, device, asked, latents, number in asking)
+            for number, layer in enumerate(kv.spec.layers)
+        )
     return tuple(
         _of_layer(layer, named.get(number), dtype, device, asked, latents)
         for number, layer in enumerate(kv.spec.layers)
@@ -180,18 +188,59 @@ def _of_layer(
 
 
 COMPILED = "compiled code stores a token's rows and attends to the pools in one operator"
+COMPILED_MEASURED: dict[bool, str] = {
+    True: "TIMES_PLAIN",
+    False: "TIMES_CODED",
+}
+"""Whether rows are stored as the model's own numbers -> what that takes of the model's time on a CPU."""
+
 NOT_COMPILED = "static=True: prompts, and steps outside of compiled code, are the model's over rows of a fixed number"
+NOT_ASKING = (
+    "a module whose forward does not name transformers' registry of attention functions, which code is traced by"
+)
 
 
-def _static(layer: LayerSpec, latents: OfLatents) -> Ways:
-    """Of a layer with static shapes, where the cache is asked to attend."""
-    against = ""
+def _static(
+    layer: LayerSpec,
+    choice: Choice | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    asked: Asked,
+    latents: OfLatents,
+    asks: bool,
+) -> Ways:
+    """Of a layer with static shapes."""
+    assert choice is not None
+    against = "" if asks else NOT_ASKING
     if layer.kv is None:
-        against = latents.against if latents.count else UNKNOWN
+        against = against or (latents.against if latents.count else UNKNOWN)
     elif layer.kv.chunk is not None:
         against = "chunks, whose beginning padding shifts"
-    one = Way("model", against) if against else Way("cache", f"asked for: attention='cache'; {COMPILED}")
-    return Ways(one, Way("model", NOT_COMPILED))
+    if asked == "auto":
+        against = against or _slow(choice, device)
+    reason = f"asked for: attention='cache'; {COMPILED}"
+    if asked == "auto":
+        reason = f"{COMPILED}: {COMPILED_MEASURED[layer.kv is not None and stored_as(layer.kv) == dtype]}"
+    return Ways(Way("model", against) if against else Way("cache", reason), Way("model", NOT_COMPILED))
+
+
+def layers_asking(decoder: Any, count: int) -> frozenset[int]:
+    """Numbers of ``count`` layers whose modules look their attention function up where they update the cache."""
+    asking: dict[int, bool] = {}
+    any_layer = False
+    for module in decoder.modules() if isinstance(decoder, torch.nn.Module) else ():
+        number, names = getattr(module, "layer_idx", None), names_of(module.forward)
+        asks = "ALL_ATTENTION_FUNCTIONS" in names
+        if "update" in names and isinstance(number, int):
+            asking[number] = asking.get(number, True) and asks
+        elif "update" in names:
+            any_layer = any_layer or asks  # one that runs all layers; others have dicts to update
+    return frozenset(number for number in range(count) if asking.get(number, any_layer))
+
+
+def names_of(forward: Any) -> tuple[str, ...]:
+    """What a function's own code names; () where that is not known."""
+    return getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
 
 
 def _of_latents(choice: Choice, device: torch.device, asked: Asked, latents: OfLatents) -> Ways:
