@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, CompileConfig, DynamicCache
+from transformers.masking_utils import create_masks_for_generate
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from kvcore.errors import StepError
@@ -40,14 +41,20 @@ class Traced:
         names = [str(node.target).split(".")[1] for node in graph.graph.nodes if "kvcore." in str(node.target)]
         return [name for name in names if name in OPERATORS]
 
-    def logits(self, cache, mask=None):
-        """Of a prompt that runs as it is, then of one token after the other in compiled code."""
+    def logits(self, cache, mask=None, *, made_outside=False):
+        """Of a prompt that runs as it is, then of one token after the other in compiled code.
+
+        ``made_outside``: masks are made outside of it, as ``generate`` does.
+        """
         ids, pieces = models.token_ids(ROWS, TOKENS), []
         with torch.no_grad():
             for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, TOKENS))]:
                 run = self.run if start else self.model
                 # As wide as the cache: of a mask that grows PyTorch makes a graph each.
                 seen = {} if mask is None else {"attention_mask": torch.nn.functional.pad(mask, (0, 4), value=1)}
+                if made_outside:
+                    embedded = self.model.get_input_embeddings()(ids[:, start:end])
+                    seen = {"attention_mask": create_masks_for_generate(self.model.config, embedded, mask, cache)}
                 pieces.append(run(ids[:, start:end], cache=cache, **seen).logits)
         assert not compiled.NOTED
         assert not compiled.ATTENDING
@@ -163,16 +170,25 @@ def test_masks_with_holes(make, attention):
         pytest.skip("it has no sdpa")
     model.set_attn_implementation(attention)
     found, cache = Traced(model), static(model, "auto")
-    own = Traced(model).logits(static(model, "model"), mask)
-    logits = found.logits(cache, mask)
-    assert torch.allclose(logits, own, atol=3e-5)
+    logits = found.logits(cache, mask, made_outside=True)
+    assert found.operators == ["attended_latents" if make is models.deepseek_v3 else "attended"] * 3
     reasons = {choice.reason for choice in cache.explain() if "last forward" in choice.verb}
     assert reasons == {masked.REASON}
-    assert len(found.operators) == 3
-    # Of a step without holes it says nothing any more.
+    wanted = Traced(model).logits(static(model, "model"), mask, made_outside=True)
+    assert torch.allclose(logits, wanted, atol=3e-5)
+
+
+def test_explain_is_of_the_last_forward():
+    model, mask, ids = models.llama(), torch.ones(ROWS, 24, dtype=torch.int64), models.token_ids(ROWS, 1)
+    traced, cache = Traced(model), static(model, "auto")
     with torch.no_grad():
-        found.run(models.token_ids(ROWS, 1), cache=cache, attention_mask=torch.ones(ROWS, 24, dtype=torch.int64))
-    assert not [choice for choice in cache.explain() if "last forward" in choice.verb]
+        for hole in (True, False):
+            mask[0, 2] = not hole
+            traced.logits(cache)
+            cache.crop(PROMPT - TOKENS)
+            traced.run(ids, cache=cache, attention_mask=mask)
+            assert any("last forward" in choice.verb for choice in cache.explain()) == hole
+            cache.reset()
 
 
 def test_masks_that_add_to_scores():

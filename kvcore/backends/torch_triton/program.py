@@ -12,6 +12,8 @@ from kvcore.backends.torch_triton import run_triton
 from kvcore.backends.torch_triton.run_triton import ALIGNED, INTERPRETED
 from kvcore.backends.torch_triton.symbols import New, Symbol, Trace, Unbound
 
+NONE: list[Tensor] = []
+
 
 class Launch(NamedTuple):
     """A launch of a program.
@@ -103,15 +105,18 @@ class Program:
         self._ready = device, addresses, hooks, found, active.get_current_stream
         return self._ready
 
-    def run(self, given: list[Any], index: tuple[Any, ...], pools: tuple[Any, ...], like: Tensor) -> Any:
+    def run(
+        self, given: list[Any], index: tuple[Any, ...], pools: tuple[Any, ...], like: Tensor, kept: list[Tensor] = NONE
+    ) -> Any:
         """Launch it; the arrays that it allocated, or False where it cannot be launched like that.
 
         Args:
             given: the call's tensors, as launches take them; ``index`` and ``pools`` likewise.
             like: a tensor on the device, where it allocates.
+            kept: of an earlier run, which nobody reads any more: they take the place of the last of ``new``.
         """
         if INTERPRETED:
-            return self._interpret(given, index, pools, like)
+            return self._interpret(given, index, pools, like, kept)
         ready = self._ready
         device = 0 if only_device() else run_triton.current_device()
         if ready is None or ready[0] != device:
@@ -123,7 +128,7 @@ class Program:
         new: list[Tensor] = []
         places = (*given, *index, *pools, *ready[1])
         if self.new:
-            new = self._allocate(like)
+            new = self._allocate(like, kept)
             places += tuple([array.data_ptr() for array in new])
         for place, offset in self._offsets:
             places += (places[place] + offset,)
@@ -132,14 +137,21 @@ class Program:
             run(width, height, 1, stream, *told, *take(places), *rest)
         return new
 
-    def _allocate(self, like: Any) -> list[Tensor]:
+    def ends_with(self, array: Tensor) -> bool:
+        """Whether arrays like this one are the last of ``new``, and no other of those is like it."""
+        alike = [new.shape == tuple(array.shape) and new.dtype == array.dtype for new in self.new]
+        return bool(alike) and alike[-1] and sum(alike) == 1 and self.new[-1].value is None
+
+    def _allocate(self, like: Any, kept: list[Tensor]) -> list[Tensor]:
         return [
             like.new_empty(shape, dtype=dtype) if value is None else like.new_full(shape, value, dtype=dtype)
-            for shape, dtype, value in self.new
-        ]
+            for shape, dtype, value in (self.new[: -len(kept)] if kept else self.new)
+        ] + kept
 
-    def _interpret(self, given: list[Any], index: tuple[Any, ...], pools: tuple[Any, ...], like: Any) -> list[Tensor]:
-        new = self._allocate(like)
+    def _interpret(
+        self, given: list[Any], index: tuple[Any, ...], pools: tuple[Any, ...], like: Any, kept: list[Tensor]
+    ) -> list[Tensor]:
+        new = self._allocate(like, kept)
         places = (*given, *index, *pools, *self._constants, *new)
         for launch in self._launches:
             arrays = [_made(array, steps) for array, steps in zip(launch.take(places), launch.steps, strict=True)]

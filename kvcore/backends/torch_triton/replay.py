@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvcore.backends.torch_triton.program import NamedPools, Program, answer_of
+from kvcore.backends.torch_triton.program import NONE, NamedPools, Program, answer_of
 from kvcore.backends.torch_triton.run_triton import ALIGNED, INTERPRETED
 from kvcore.backends.torch_triton.symbols import Trace, Unbound
 from kvcore.ops import StepIndex
@@ -278,9 +278,10 @@ class Replayed:
         indexed = self._seen.look(index)
         return kind._replace(indexed=indexed) if indexed.kind == kind.indexed.kind else None
 
-    def repeat(self, kind: Kind, pools: Any, tensors: tuple[Tensor, ...]) -> Any:
-        """A call of a kind, with other tensors of the same shapes and dtypes on the same device.
+    def repeat(self, kind: Kind, pools: Any, tensors: tuple[Tensor, ...], kept: list[Tensor] = NONE) -> Any:
+        """A call of a kind, with other tensors of the same numbers of elements and dtypes on the same device.
 
+        ``kept``: what an earlier such call gave last, which nobody reads any more, to be written again.
         ``UNKNOWN``, with nothing done, where they lie unlike, or the layer has had no such call with these pools.
         """
         given: list[Any] = []
@@ -294,7 +295,7 @@ class Replayed:
         lie = places.get(program) if held is pools and known is token else None
         if lie is None:
             return UNKNOWN
-        new = program.run(given, kind.indexed.places, lie, seen.like)
+        new = program.run(given, kind.indexed.places, lie, seen.like, kept)
         if new is False:
             return UNKNOWN
         return pools if program.answer is None else program.answer(new)

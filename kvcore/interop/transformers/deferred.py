@@ -32,11 +32,11 @@ class Deferred(torch.Tensor):
     """
 
     source: Any
-    joins: bool
+    joins: bool = False
     _outline: torch.Tensor
     _where: torch.device
     _make: Callable[[], torch.Tensor] | None
-    _numbers: torch.Tensor | None
+    _numbers: torch.Tensor | None = None
 
     def made(self) -> torch.Tensor:
         """The tensor with its numbers."""
@@ -81,8 +81,9 @@ def deferred(
 ) -> Deferred:
     """A tensor like ``outline``, on a device, that ``make`` makes."""
     found = outline.as_subclass(Deferred)
-    found._outline, found._where, found._make, found._numbers, found.source = outline, device, make, None, source
-    found.joins = joins
+    found._outline, found._where, found._make, found.source = outline, device, make, source
+    if joins:
+        found.joins = True
     return found
 
 

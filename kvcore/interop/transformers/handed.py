@@ -42,7 +42,8 @@ class SharedRows(Shared):
     Attributes:
         columns: most keys that a query sees.
         own: there are no others than those that the layers are given, and they are stored as they are.
-        again: of the last layer's calls, by what was called: (what of its queries, its index, the kind of call).
+        again: of the last layer's calls, by what was called: (what of its queries, its index, the kind of call, what
+            the attention gave beside its output, for the next layer's to be written there).
     """
 
     __slots__ = ("again", "columns", "own")
@@ -54,7 +55,7 @@ class SharedRows(Shared):
         super().__init__(forward, keys, (key, value))
         self.columns = columns
         self.own = not forward.start and dtype == values.dtype == layer.stored_as
-        self.again: dict[str, tuple[Any, Any, Any]] = {}
+        self.again: dict[str, tuple[Any, Any, Any, list[torch.Tensor]]] = {}
 
 
 class Alike(NamedTuple):
@@ -255,11 +256,11 @@ class Handed(HandedOut):
         alike = owner.alike.get(layer.kind)
         sink = options.get("s_aux", options.get("sinks"))
         sink = None if sink is None else owner.give(sink.detach().float())
-        q, scale = owner.give(by_token(query)), options.get("scaling")
+        scale = options.get("scaling")
         if alike is None:
-            found = self._attend(q, facts, sink, scale)
+            found = self._attend(owner.give(by_token(query)), facts, sink, scale)
         else:
-            found = self._attend_alike(alike, q, facts, sink, scale)
+            found = self._attend_alike(alike, query, facts, sink, scale)
         return owner.take(found, query.dtype).view(query.shape[0], shared.new, *found.shape[1:])
 
     def _attend(self, q: torch.Tensor, facts: Facts, sink: Any, scale: float | None) -> torch.Tensor:
@@ -271,38 +272,51 @@ class Handed(HandedOut):
         return context.ops.attend_kv(context.pools, self._layer.number, index, q, k, v, **options).out
 
     def _attend_alike(
-        self, alike: Alike, q: torch.Tensor, facts: Facts, sink: Any, scale: float | None
+        self, alike: Alike, query: torch.Tensor, facts: Facts, sink: Any, scale: float | None
     ) -> torch.Tensor:
         """The same where layers alike have passed the same checks, and all rows are stored."""
         number, columns, index = self._layer.number, self._shared.columns, self._index(alike.index, facts)
-        like = q.shape, q.dtype, q.device, scale, None if sink is None else sink.shape
+        like = query.shape, query.dtype, query.device, scale, None if sink is None else sink.shape
         options, known = {"columns": columns, "sink": sink, "scale": scale}, alike.known.get(number, NONE)
         whole = known.get("decode") if self.waits else None
         if whole is not None:
-            rows = *map(by_token, self._given), q
-            found = self._again(whole, "decode", alike, like, index, rows, options)
+            found = self._again(whole, "decode", alike, like, index, (*self._given, query), options)
             if found is not UNKNOWN:
                 self.waits = False
                 return found.out
             self.store()
-        found = UNKNOWN
+        found, q = UNKNOWN, None
         if "attend_kv" in known:
-            found = self._again(known["attend_kv"], "attend_kv", alike, like, index, (q,), options)
+            found = self._again(known["attend_kv"], "attend_kv", alike, like, index, (query,), options)
         if found is UNKNOWN:
+            q = self._layer.owner.give(by_token(query))
             found = alike.ops.attend_kv(alike.pools, number, index, q, **options)
         if whole is not None:
+            rows = *map(by_token, self._given), self._layer.owner.give(by_token(query)) if q is None else q
             whole.learn("decode", alike.pools, index, rows, options)
         return found.out
 
     def _again(
-        self, way: Any, verb: str, alike: Alike, like: Any, index: Any, tensors: Any, options: dict[str, Any]
+        self, way: Any, verb: str, alike: Alike, like: Any, index: Any, states: Any, options: dict[str, Any]
     ) -> Any:
-        """What a call gives of a kind that layers alike have called before; ``UNKNOWN``, with nothing done, else."""
-        again = self._shared.again.get(verb)
-        if again is None or again[0] != like or again[1] is not index:
-            kind = way.kind_of(index, tensors, options)
+        """What a call gives of a kind that layers alike have called before; ``UNKNOWN``, with nothing done, else.
+
+        ``states`` [B, heads, S, dim]: those of one token a row lie as the verb takes them.
+        """
+        shared = self._shared
+        again = shared.again.get(verb)
+        known = again is not None and again[0] == like and again[1] is index
+        if not known or shared.new > 1 or like[1] not in ACCEPTED:
+            give = self._layer.owner.give
+            states = tuple([give(by_token(each)) for each in states])
+        if not known:
+            kind = way.kind_of(index, states, options)
             if kind is None:
                 return UNKNOWN
-            again = self._shared.again[verb] = like, index, kind
+            again = shared.again[verb] = like, index, kind, []
+        _, _, kind, kept = again
         sink = options["sink"]
-        return way.repeat(again[2], alike.pools, tensors if sink is None else (*tensors, sink))
+        found = way.repeat(kind, alike.pools, states if sink is None else (*states, sink), kept)
+        if not kept and found is not UNKNOWN and kind.program.ends_with(found.lse):
+            kept.append(found.lse)
+        return found
