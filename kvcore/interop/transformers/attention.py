@@ -171,6 +171,8 @@ def otherwise(kind: type) -> str:
 def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Before a decoder runs: its configuration names ours if the cache attends itself."""
     cache: Any = kwargs.get("cache")
+    # Beside an encoder's a decoder's own keys and values are in one of two caches.
+    cache = getattr(cache, "self_attention_cache", cache)
     begin = getattr(cache, "begin_attending", None)
     if not torch.compiler.is_compiling() and LEFT:
         _sweep()

@@ -4,6 +4,7 @@ A model attends to the rows as plain numbers, so the default format is its own d
 values that the model's own cache would hold.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -22,6 +23,17 @@ Formats = str | Mapping[str, str | Mapping[str, str]]
 def decoder_of(config: Any) -> Any:
     """The part of a configuration that describes the text decoder."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def _alone(config: Any) -> Any:
+    """The same as a decoder's that attends to no encoder: keys and values of one are in a cache beside this one."""
+    if not getattr(config, "is_encoder_decoder", False):
+        return decoder_of(config)
+    found = decoder_of(config)
+    # What transformers makes of one configuration for both lacks the names that a decoder's sizes have.
+    found = copy.deepcopy(config if found.model_type == config.model_type else found)
+    found.is_encoder_decoder = found.add_cross_attention = False
+    return found
 
 
 def cache_spec(
@@ -49,7 +61,7 @@ def cache_spec(
     Raises:
         SpecError: the model type or a format is not supported, or ``formats`` names what the model does not have.
     """
-    spec = from_hf_config(decoder_of(config), block_tokens=block_tokens)
+    spec = from_hf_config(_alone(config), block_tokens=block_tokens)
     chosen = _chosen(spec, formats, default)
     layers = tuple(_adapted(layer, choose, storage, rings) for layer, choose in zip(spec.layers, chosen, strict=True))
     # The models of transformers do not run draft layers.
