@@ -52,7 +52,9 @@ def spec_of(make):
     """T5's is not derived."""
     if make is bart:
         return None
-    return CacheSpec(layers=[LayerSpec(kv=KV(key_heads=4, key_dim=8, key_format="fp32", storage="slot"))] * 2)
+    return CacheSpec(
+        layers=[LayerSpec(kv=KV(key_heads=4, key_dim=8, key_format="fp32", value_format="fp32", storage="slot"))] * 2
+    )
 
 
 def generated(model, cache=None, beams=1):
