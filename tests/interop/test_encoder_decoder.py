@@ -44,8 +44,11 @@ def t5():
     config = T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
     )
-    torch.manual_seed(0)
-    return T5ForConditionalGeneration(config).eval()
+    model, random = T5ForConditionalGeneration(config).eval(), torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim > 1:  # as they are made it would repeat itself
+            weight.data.normal_(0, 0.4, generator=random)
+    return model
 
 
 def spec_of(make):
