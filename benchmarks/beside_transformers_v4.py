@@ -179,11 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             record["rows"] += rows
             for row in rows:
                 print(json.dumps(row), flush=True)
-    if chosen.out is not None:
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        path = chosen.out / f"beside_transformers_v4_{'cuda' if cuda else 'cpu'}.json"
-        path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(as_table(record), encoding="utf-8")
+            if chosen.out is not None:
+                write(record, chosen.out / f"beside_transformers_v4_{'cuda' if cuda else 'cpu'}.json")
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    """The record so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(as_table(record), encoding="utf-8")
 
 
 if __name__ == "__main__":
