@@ -167,7 +167,7 @@ def compiled_contenders(context: int, dtype: torch.dtype, window: int | None) ->
             caches[f"kvcore{'' if form is None else ' ' + form}, attention={asked}, compiled"] = KVCache(
                 model, batch=1, max_length=most, max_draft_tokens=4, static=True, formats=form, attention=asked
             )
-    run = torch.compile(model.forward, fullgraph=True, dynamic=False)
+    run = torch.compile(model, fullgraph=True, dynamic=False)
     return [
         dynamic,
         *(of_model(name, cache, run, exact="int8" not in name, most=most) for name, cache in caches.items()),

@@ -29,6 +29,9 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 MOST_SLOTS = 8
 """Slots that are reset with launches of their own each; more of them pool by pool."""
 
+MOST_FRESH = 64 << 20
+"""Bytes of a slot up to which what a fresh one holds is kept on the device; larger ones are filled pool by pool."""
+
 FRESH_PAGE = ""
 """Beside the names of pools: what all of a fresh slot holds."""
 
@@ -73,7 +76,8 @@ def reset_slots(bound, ops, pools, slots):
     Whoever is admitted asks: all pools of a slot in a launch for each width of words, as rows of a page of fresh units.
     """
     (buffers,), slots = bound, _units(ops, slots)
-    if torch.compiler.is_compiling() or len(slots) > MOST_SLOTS:
+    many = torch.compiler.is_compiling() or len(slots) > MOST_SLOTS
+    if many or sum(pools[name].shape[1] for _, _, name in buffers) > MOST_FRESH:
         for region, buffer, name in buffers:
             calls().fill_units(pools[name], slots, _fresh_unit(ops, region, buffer, name), 0)
         return pools
