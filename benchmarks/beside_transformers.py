@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--compiled", action="store_true", help="caches of fixed shapes, in compiled code, and no others"
     )
     parser.add_argument("--windows", type=int, nargs="*", default=list(WINDOWS), help="of sliding layers")
-    parser.add_argument("--out", type=Path, help="folder for beside_transformers.json and .md, or ..._compiled_DTYPES")
+    parser.add_argument("--out", type=Path, help="folder for beside_transformers.json and .md, or ..._compiled")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     make = compiled_contenders if chosen.compiled else contenders
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.out is not None:
         chosen.out.mkdir(parents=True, exist_ok=True)
         text, name = json.dumps(record, indent=1, ensure_ascii=False) + "\n", "beside_transformers"
-        name += "_".join(["_compiled", *chosen.dtypes]) if chosen.compiled else ""
+        name += "_compiled" if chosen.compiled else ""
         (chosen.out / f"{name}.json").write_text(text, encoding="utf-8")
         (chosen.out / f"{name}.md").write_text(as_table(record), encoding="utf-8")
 
