@@ -305,11 +305,12 @@ class Handed(HandedOut):
         """
         shared = self._shared
         again = shared.again.get(verb)
-        known = again is not None and again[0] == like and again[1] is index
-        if not known or shared.new > 1 or like[1] not in ACCEPTED:
+        if again is not None and (again[0] != like or again[1] is not index):
+            again = None
+        if again is None or shared.new > 1 or like[1] not in ACCEPTED:
             give = self._layer.owner.give
             states = tuple([give(by_token(each)) for each in states])
-        if not known:
+        if again is None:
             kind = way.kind_of(index, states, options)
             if kind is None:
                 return UNKNOWN

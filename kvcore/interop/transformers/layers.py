@@ -270,8 +270,8 @@ class StaticLayer(KVLayer):
                 index = index._replace(left_padding=owner.numbers(left))
             if mask is not None and whole is not None and owner.looks and not whole.all():
                 owner.refuse(self.number, REASON)
-                rows = (padded(each, mask.shape[3]) for each in self.visible_rows(handle, 1, query.dtype))
-                found = attended_under(mask, query, *rows, sink, scale)
+                k, v = (padded(each, mask.shape[3]) for each in self.visible_rows(handle, 1, query.dtype))
+                found = attended_under(mask, query, k, v, sink, scale)
             else:
                 found = self._attended(handle, index, query, sink, scale)
             owner.finish(self.number)
