@@ -24,7 +24,7 @@ PROMPTS = (
     "Write a short poem about the sea.",
     "What is 12 times 12?",
 )
-NEW_TOKENS = 64
+NEW_TOKENS = 48
 CHUNK = 128  # tokens a forward while scoring, so that most keys are read back from the cache
 FORMATS = ("bf16", "fp8_row", "int8_row", "nf4_b64")
 TEXT = Path(__file__).parent / "data" / "alice_chapter_1.txt"
