@@ -46,7 +46,8 @@ BESIDE = {
         "encoding": {"large", "sylvester", "bytes_of"},
         # How kernels move rows, and arrays that are not written in place.
         "rows": {"load_in_order", "own_token", "origin", "read_fp32", "append_values", "store_values", "read_values"}
-        | {"of", "visible", "numbered", "requests_like", "divided", "rest"},
+        | {"of", "visible", "numbered", "requests_like", "divided", "rest"}
+        | {"only_if"},  # rings of a program that may write them or not
         "tail": {"flush_latents", "windows", "cos_sin", "frequencies_of"},
         "entries": {"untaken"},
         "indexer": {"index_select"},  # in one program
@@ -56,7 +57,7 @@ BESIDE = {
     },
 }
 MORE = {
-    ("jax_pallas", "tail.flush"): ("append", "newest"),  # of the launch that does both
+    ("jax_pallas", "tail.flush"): ("append", "newest", "now"),  # of the launch, or the program, that does both
     ("jax_pallas", "indexer.select"): ("kernels",),  # no pools say it
 }
 """Parameters, at the end, of calls that another backend does not have."""

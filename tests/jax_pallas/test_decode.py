@@ -69,11 +69,11 @@ def same(got: Any, wanted: Any, what: str = "") -> None:
     np.testing.assert_allclose(kvcore.to_numpy(got), kvcore.to_numpy(wanted), rtol=1e-5, atol=2e-5, err_msg=what)
 
 
-def seen(cache: Any, requests: Any) -> list[np.ndarray]:
+def seen(cache: Any, requests: Any, spec: CacheSpec = SPEC) -> list[np.ndarray]:
     """All that requests hold."""
     found: list[Any] = []
     with cache.step(dict.fromkeys(requests, 0)) as step:
-        for number, layer in enumerate(SPEC.layers):
+        for number, layer in enumerate(spec.layers):
             handle = step.layer(number)
             found += handle.gather_window()
             found += handle.gather_all_entries() if layer.entries else ()
@@ -103,6 +103,27 @@ def test_a_step_stores_and_answers_what_the_references_does() -> None:
         for got, wanted in zip(*(seen(*one) for one in zip(caches[::-1], held[::-1], strict=True)), strict=True):
             assert got.shape == wanted.shape
             same(got, wanted, what)
+
+
+def test_tpu_kernels_in_one_program_do_what_the_references_verbs_do() -> None:
+    """Interpreted: a prompt that closes entries, and a token behind it."""
+    spec = CacheSpec(layers=[scene.compressed(4)], block_tokens=8)
+    sizes = {"max_requests": 2, "max_tokens": 64, "layout": "tpu_tile"}
+    caches = [
+        scene.create(spec, "reference", **sizes),
+        scene.create(spec, "jax_pallas", device="cpu:interpret", **sizes),
+    ]
+    random, held = np.random.default_rng(0), [(cache.admit(), cache.admit()) for cache in caches]
+    for counts in ((9, 2), (1, 3)):
+        steps = [cache.step(dict(zip(pair, counts, strict=True))) for cache, pair in zip(caches, held, strict=True)]
+        rows, how = given(random, spec.layers[0], sum(counts)), how_of(spec.layers[0], rotate=True)
+        wanted, got = (step.layer(0).decode(**rows, **how) for step in steps)
+        same(got.out, wanted.out)
+        same(got.lse, wanted.lse)
+        for step in steps:
+            step.commit()
+    for got, wanted in zip(*(seen(*one, spec) for one in zip(caches[::-1], held[::-1], strict=True)), strict=True):
+        same(got, wanted)
 
 
 def look_again(handles: list[Any], q: Any) -> None:
