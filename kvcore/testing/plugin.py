@@ -66,7 +66,7 @@ class Kit:
         for subject in self.absent:
             if subject.info.name in names:
                 raise pytest.UsageError(f"--kv-backend={subject.info.name} cannot run here: {subject.reason}")
-        self._sampled: bool = config.getoption("--kv-sample")
+        self._sampled = bool(config.getoption("--kv-sample"))
         self._checks: tuple[Check, ...] | None = None
 
     @property
