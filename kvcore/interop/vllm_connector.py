@@ -24,7 +24,7 @@ from kvcore.errors import SpecError
 from kvcore.interop.stores import GIB, store_of
 from kvcore.interop.vllm_groups import Groups
 from kvcore.store.blocks import Blocks
-from kvcore.store.store import About
+from kvcore.store.store import About, abouts
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
@@ -36,7 +36,7 @@ NOTHING = 0
 
 
 class Move(NamedTuple):
-    """Blocks of a request on their way: of which part, their keys, and of those that are saved what events say."""
+    """Blocks of a request on their way: of which part, their keys, and what events say of them."""
 
     request: str
     part: int
@@ -119,7 +119,8 @@ def connector() -> Any:
                 table, keys = known.blocks[part.group], known.keys[number]
                 columns = [at for at in self.groups.columns(number, start, end) if table[at] != NOTHING]
                 wanted = [table[at] for at in columns], [keys[at] for at in columns]
-                self._loads.append(Move(request.request_id, number, *wanted, []))
+                about = abouts(keys, known.tokens, part.block, columns)
+                self._loads.append(Move(request.request_id, number, *wanted, about))
 
         def build_connector_meta(self, scheduler_output: Any) -> Any:
             """What the worker is to load before, and to save behind the step."""
@@ -183,9 +184,7 @@ def connector() -> Any:
                 for at in range(first, last)
                 if table[at] != NOTHING and self.groups.kept(number, at) and part.full(at, computed + count)
             ]
-            about = [
-                About(keys[at - 1] if at else None, known.tokens[at * size : (at + 1) * size], size) for at in columns
-            ]
+            about = abouts(keys, known.tokens, size, columns)
             return Move(name, number, [table[at] for at in columns], [keys[at] for at in columns], about)
 
         # The worker's side.
@@ -214,7 +213,7 @@ def connector() -> Any:
             """Load all of a step's blocks; those that do not verify, or their requests, are reported."""
             del forward_context, kwargs
             for move in self._get_connector_metadata().loads:
-                bad = self._worker(move.part).load(move.blocks, move.keys)
+                bad = self._worker(move.part).load(move.blocks, move.keys, move.about)
                 if self.groups.alone:
                     self._bad.update(bad)
                 else:

@@ -48,16 +48,17 @@ class Blocks:
         for place, number in enumerate(new):
             self.store.put(keys[number], read[place], about[number] if about else None)
 
-    def load(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+    def load(self, blocks: Sequence[int], keys: Sequence[bytes], about: Sequence[About] = ()) -> list[int]:
         """Fill blocks with the pages of their keys, as far as those verify.
 
         Returns:
             The blocks that were not filled: that of the first page that is missing or damaged, and all behind it.
         """
         pages: list[memoryview] = []
-        self.store.fetch(keys)
+        known = dict(zip(keys, about, strict=True)) if about else {}
+        self.store.fetch(keys, known)
         for key in keys:
-            page = self.store.get(key)
+            page = self.store.get(key, known.get(key))
             if page is None or len(page) != self.page_bytes:
                 break
             pages.append(page)

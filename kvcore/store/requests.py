@@ -25,7 +25,7 @@ from kvcore.spec import CacheSpec, Component
 from kvcore.spec.sizes import row_bytes
 from kvcore.step import StepRequest
 from kvcore.store.pages import BlockPages, Key
-from kvcore.store.store import About, BlockStore
+from kvcore.store.store import BlockStore, abouts
 
 
 def keys_of(spec: CacheSpec, tokens: Sequence[int], salt: str | None = None) -> list[bytes]:
@@ -95,8 +95,7 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
 
     keys, new, pages, states = cache.exclusive("store.save", read)
     for place, number in enumerate(new):
-        about = About(keys[number - 1] if number else None, ids[number * block : (number + 1) * block], block)
-        store.put(keys[number], pages[place], about)
+        store.put(keys[number], pages[place], abouts(keys, ids, block, [number])[0])
     for key, kept in states.items():
         if not store.has(key):
             store.put(key, b"".join(kept[one].rows.tobytes() for one in rings))
@@ -147,10 +146,15 @@ def load(
     form, rings = BlockPages(spec), _rings(spec)
     pages: list[memoryview] = []
     count = _found(store, spec, keys, salt)
+    about = dict(zip(keys[:count], abouts(keys, ids, spec.block_tokens, range(count)), strict=True))
     if count:
-        store.fetch([*keys[:count], *([point_key(keys[count - 1], [], salt)] if rings else [])])
+        store.fetch([*keys[:count], *([point_key(keys[count - 1], [], salt)] if rings else [])], about)
     while count:
-        while len(pages) < count and (page := _sized(store.get(keys[len(pages)]), form.nbytes)) is not None:
+        while len(pages) < count:
+            key = keys[len(pages)]
+            page = _sized(store.get(key, about[key]), form.nbytes)
+            if page is None:
+                break
             pages.append(page)
         held: Any = b""
         if rings and len(pages) == count:

@@ -4,7 +4,7 @@ Behind the tiers there may be peers, other processes' stores: they are asked for
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvcore.errors import ShapeError, TransferError
@@ -24,6 +24,21 @@ class About(NamedTuple):
     parent: bytes | None
     tokens: Sequence[int]
     block_tokens: int
+
+
+def abouts(keys: Sequence[bytes], tokens: Sequence[int], block_tokens: int, numbers: Iterable[int]) -> list[About]:
+    """What some of a prompt's blocks are about, by their numbers.
+
+    Args:
+        keys: of all blocks.
+        tokens: of the prompt.
+        block_tokens: of a block.
+        numbers: which.
+    """
+    return [
+        About(keys[at - 1] if at else None, tokens[at * block_tokens : (at + 1) * block_tokens], block_tokens)
+        for at in numbers
+    ]
 
 
 class BlockStore:
@@ -104,33 +119,37 @@ class BlockStore:
             raise ShapeError(got=shortened(key), where="BlockStore.put: key", allowed=f"1 to {LONGEST_KEY} bytes")
         sealed = self._seal.close(key, memoryview(page).cast("B"))
         with self._lock:
-            if about is not None:
-                self._about[key] = about
-            events = self._put(0, key, sealed)
+            events = self._put(0, key, sealed, about)
             kept = self.has(key)
         self._tell(events)
         return kept
 
-    def get(self, key: bytes) -> memoryview | None:
-        """A page, verified; None if it is nowhere, or damaged wherever it is. A page from further away moves up."""
-        found = self._get(key)
+    def get(self, key: bytes, about: About | None = None) -> memoryview | None:
+        """A page, verified; None if it is nowhere, or damaged wherever it is. A page from further away moves up.
+
+        Args:
+            key: of the page.
+            about: for the event of one that comes to the first tier: from a peer, or from a tier that another process
+                filled, comes a page alone.
+        """
+        found = self._get(key, about)
         if found is None:
             # Nobody else waits while a peer is asked.
-            found = next((page for _, page in self._from_peers([key])), None)
+            found = next((page for _, page in self._from_peers([key], {} if about is None else {key: about})), None)
         return found
 
-    def fetch(self, keys: Sequence[bytes]) -> int:
+    def fetch(self, keys: Sequence[bytes], about: Mapping[bytes, About] | None = None) -> int:
         """Bring pages that no tier has from peers to the first tier, many at a time, verified; how many came.
 
-        It is what ``get`` does for one page, with a question for many.
+        It is what ``get`` does for one page, with a question for many. ``about``: for the events, by key.
         """
-        return sum(1 for _ in self._from_peers(keys))
+        return sum(1 for _ in self._from_peers(keys, about or {}))
 
     def peek(self, key: bytes) -> Sealed | None:
         """A page of a tier with its head, not verified, for somebody else; which pages go first stays as it is."""
         return next((data for tier in self.tiers if (data := tier.peek(key)) is not None), None)
 
-    def _get(self, key: bytes) -> memoryview | None:
+    def _get(self, key: bytes, about: About | None = None) -> memoryview | None:
         """From the tiers."""
         events: list[Event] = []
         found: memoryview | None = None
@@ -142,7 +161,7 @@ class BlockStore:
                 found = self._seal.open(key, data)
                 if found is not None:
                     if number:
-                        events += self._put(0, key, bytes(data))
+                        events += self._put(0, key, bytes(data), about)
                     break
                 # Whoever asks next is not given it, either.
                 tier.remove(key)
@@ -191,7 +210,7 @@ class BlockStore:
             found |= peer.held(missing) if missing else set()
         return found
 
-    def _from_peers(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, memoryview]]:
+    def _from_peers(self, keys: Sequence[bytes], about: Mapping[bytes, About]) -> Iterator[tuple[bytes, memoryview]]:
         """Pages that no tier has, as they come from peers: each verified, and in the first tier."""
         wanted = [key for key in dict.fromkeys(keys) if not self.has(key)] if self.peers else []
         for peer in self.peers:
@@ -206,22 +225,24 @@ class BlockStore:
                         peer.note(TransferError(reason="damaged", got="another", where="Peer", allowed=allowed))
                         continue
                     with self._lock:
-                        events = self._put(0, key, sealed)
+                        events = self._put(0, key, sealed, about.get(key))
                     self._tell(events)
                     wanted.remove(key)
                     yield key, page
                 asked = [key for key in asked if key not in coming]
 
-    def _put(self, number: int, key: bytes, data: Sealed) -> list[Event]:
-        """Into a tier, and what has to go for it into the next."""
+    def _put(self, number: int, key: bytes, data: Sealed, about: About | None = None) -> list[Event]:
+        """Into a tier, and what has to go for it into the next; ``about``: if it was not known before."""
         tier = self.tiers[number]
+        if about is not None:
+            self._about[key] = about
         gone = tier.put(key, data)
         events: list[Event] = []
         if tier.has(key):
-            about = self._about.get(key)
-            if about is not None:
-                tokens, size = list(about.tokens), about.block_tokens
-                events.append(BlockStored([key], about.parent, tokens, size, None, tier.medium, None))
+            known = self._about.get(key)
+            if known is not None:
+                tokens, size = list(known.tokens), known.block_tokens
+                events.append(BlockStored([key], known.parent, tokens, size, None, tier.medium, None))
         for lost, held in gone:
             if lost != key:
                 events.append(BlockRemoved([lost], tier.medium))

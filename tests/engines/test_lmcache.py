@@ -11,7 +11,10 @@ from kvcore.interop import lmcache_storage
 from kvcore.store import BlockStore, DiskTier, HostTier
 from tests.engines.wheels import own_modules, wheel_of
 
-(backend,) = own_modules("lmcache", "v1.storage_backend.abstract_backend", others=("prometheus_client",))
+(backend,) = own_modules(
+    "lmcache",
+    "v1.storage_backend.abstract_backend",
+)
 
 NOT_ROWS = {"NL_X_NP_X_NB_BS_ONE_HS"}
 """Rows of pools that a layer has several of: no component of kvcore is kept so."""

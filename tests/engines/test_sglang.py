@@ -8,7 +8,10 @@ from kvcore.spec import presets
 from kvcore.store import BlockStore, DiskTier, HostTier
 from tests.engines.wheels import own_modules
 
-storage, *_ = own_modules("sglang", "srt.mem_cache.hicache_storage")
+(storage,) = own_modules(
+    "sglang",
+    "srt.mem_cache.hicache_storage",
+)
 
 PAGE, ELEMENTS = 4, 4 * 10
 

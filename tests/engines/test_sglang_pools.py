@@ -14,15 +14,11 @@ from kvcore.interop.sglang_tensors import pages_of, rings_of, tensors_from
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
 from tests.engines.wheels import own_modules
 
-pools, states, latent, *_ = own_modules(
+pools, states, latent = own_modules(
     "sglang",
     "srt.mem_cache.memory_pool",
     "srt.mem_cache.deepseek_v4_compress_state",
     "srt.mem_cache.deepseek_v4_memory_pool",
-    "srt.mem_cache.base_swa_memory_pool",
-    "srt.mem_cache.layout.token_major",
-    "kernels.ops.attention.dsv4.kv_layout",
-    hidden=("triton",),
 )
 
 PAGE, TOKENS = 64, 150

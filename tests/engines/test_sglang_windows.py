@@ -12,16 +12,11 @@ from kvcore.interop.sglang_tensors import WINDOWS, mapped_from
 from tests.engines.test_sglang_pools import latent, moved, plain, random  # noqa: F401
 from tests.engines.wheels import own_modules
 
-*_, paged, windows, swa = own_modules(
+paged, windows, swa = own_modules(
     "sglang",
-    "srt.mem_cache.base_swa_memory_pool",
-    "srt.mem_cache.memory_pool",
-    "srt.mem_cache.allocator.base",
-    "srt.mem_cache.allocator.token",
     "srt.mem_cache.allocator.paged",
     "srt.mem_cache.swa_memory_pool",
     "srt.mem_cache.allocator.swa",
-    hidden=("triton",),
 )
 
 TOKENS, WINDOW = 150, 70

@@ -15,17 +15,13 @@ from kvcore.spec import presets
 from kvcore.store import BlockStore, HostTier
 from tests.engines.wheels import own_modules
 
-interface, layouts, events, pools, base, *_ = own_modules(
+interface, layouts, events, pools, base = own_modules(
     "vllm",
     "v1.kv_cache_interface",
     "v1.kv_cache_layout",
     "distributed.kv_events",
     "v1.core.block_pool",
     "distributed.kv_transfer.kv_connector.v1.base",
-    "v1.core.kv_cache_utils",
-    "utils.math_utils",
-    "utils.torch_utils",
-    others=("cbor2", "zmq", "prometheus_client"),
 )
 
 LAYERS, HEADS, DIM, ROWS, BLOCKS = 2, 2, 8, 16, 24

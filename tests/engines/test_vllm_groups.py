@@ -12,17 +12,12 @@ from kvcore.interop.vllm_groups import Groups
 from kvcore.store import BlockStore, DiskTier, HostTier
 from tests.engines.wheels import own_modules
 
-interface, pools, managers, base, *_ = own_modules(
+interface, pools, managers, base = own_modules(
     "vllm",
     "v1.kv_cache_interface",
     "v1.core.block_pool",
     "v1.core.single_type_kv_cache_manager",
     "distributed.kv_transfer.kv_connector.v1.base",
-    "v1.core.kv_cache_utils",
-    "v1.kv_cache_spec_registry",
-    "utils.math_utils",
-    "utils.torch_utils",
-    others=("cbor2", "zmq", "prometheus_client"),
 )
 
 BLOCKS, WINDOW, STEP = 96, 20, 16

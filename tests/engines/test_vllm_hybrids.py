@@ -19,14 +19,11 @@ from kvcore.plan import plan_cache
 from kvcore.spec import from_hf_config
 from tests.engines.wheels import own_modules
 
-interface, _, _, mamba, platforms = own_modules(
+interface, mamba, platforms = own_modules(
     "vllm",
     "v1.kv_cache_interface",
-    "utils.math_utils",
-    "utils.torch_utils",
     "model_executor.layers.mamba.mamba_utils",
     "platforms.interface",
-    others=("cbor2", "zmq", "prometheus_client"),
 )
 SHAPES = mamba.MambaStateShapeCalculator
 mamba.divide = operator.floordiv  # of vllm.distributed, which needs a GPU's libraries

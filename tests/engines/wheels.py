@@ -1,9 +1,10 @@
 """Modules of vLLM, SGLang and LMCache out of their wheels, on a CPU and without what they depend on.
 
-``KVCORE_ENGINES`` names a folder of the wheels; ``nox -s engines`` downloads them. Of each only the modules that a test
-names are the package's own; whatever else they import is stood in for by names without behaviour.
+``KVCORE_ENGINES`` names a folder of the wheels; ``nox -s engines`` downloads them. Of each only the modules of ``OWN``
+are the package's own; whatever else they import is stood in for by names without behaviour.
 """
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -16,7 +17,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("vllm", "sglang", "lmcache")
+OWN = {
+    "vllm": (
+        "distributed.kv_events",
+        "distributed.kv_transfer.kv_connector.v1.base",
+        "model_executor.layers.mamba.abstract",
+        "model_executor.layers.mamba.mamba_utils",
+        "platforms.interface",
+        "utils.math_utils",
+        "utils.torch_utils",
+        "v1.core.block_pool",
+        "v1.core.kv_cache_utils",
+        "v1.core.single_type_kv_cache_manager",
+        "v1.kv_cache_interface",
+        "v1.kv_cache_layout",
+        "v1.kv_cache_spec_registry",
+    ),
+    "sglang": (
+        "kernels.ops.attention.dsv4.kv_layout",
+        "srt.mem_cache.allocator.base",
+        "srt.mem_cache.allocator.paged",
+        "srt.mem_cache.allocator.swa",
+        "srt.mem_cache.allocator.token",
+        "srt.mem_cache.base_swa_memory_pool",
+        "srt.mem_cache.deepseek_v4_compress_state",
+        "srt.mem_cache.deepseek_v4_memory_pool",
+        "srt.mem_cache.hicache_storage",
+        "srt.mem_cache.layout.token_major",
+        "srt.mem_cache.memory_pool",
+        "srt.mem_cache.swa_memory_pool",
+    ),
+    "lmcache": ("v1.storage_backend.abstract_backend",),
+}
+"""Modules that are a package's own in every test: which test comes first in a process makes no difference."""
+
+OTHERS = {"vllm": ("cbor2", "zmq", "prometheus_client"), "lmcache": ("prometheus_client",)}
+"""What is stood in for as well where it is not installed."""
+
+HIDDEN = {"sglang": ("triton",)}
+"""Installed modules that are stood in for while a package is imported: their decorators ask for files."""
 
 
 class _Named(type):
@@ -99,23 +138,23 @@ def wheel_of(package: str) -> Path:
     return found
 
 
-def own_modules(package: str, *names: str, others: Sequence[str] = (), hidden: Sequence[str] = ()) -> list[Any]:
-    """Modules of a package out of its wheel, for the rest of the process.
-
-    ``hidden``: installed modules that are stood in for while they are imported: their decorators ask for files.
-    """
+def own_modules(package: str, *names: str) -> list[Any]:
+    """Modules of a package out of its wheel, for the rest of the process; all of them are in ``OWN``."""
+    hidden = HIDDEN.get(package, ())
     known = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in hidden}
     sys.modules |= {name: _Stub(name) for name in hidden}
     sys.modules |= {f"{name}.language": _Stub(f"{name}.language") for name in hidden}
     try:
-        return _own_modules(package, names, others)
+        _found(package)
+        return [importlib.import_module(f"{package}.{name}") for name in names]
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
             del sys.modules[name]
         sys.modules.update(known)
 
 
-def _own_modules(package: str, names: Sequence[str], others: Sequence[str]) -> list[Any]:
-    missing = [name for name in others if importlib.util.find_spec(name) is None]
-    sys.meta_path.insert(0, Finder(package, wheel_of(package), names, missing))
-    return [importlib.import_module(f"{package}.{name}") for name in names]
+@functools.cache
+def _found(package: str) -> None:
+    """Have a package found from now on."""
+    missing = [name for name in OTHERS.get(package, ()) if importlib.util.find_spec(name) is None]
+    sys.meta_path.insert(0, Finder(package, wheel_of(package), OWN[package], missing))

@@ -13,9 +13,10 @@ from kvcore import store as stores
 from kvcore.errors import OutOfSlots, ShapeError, TransferError
 from kvcore.handoff import Direct, FileTransport, decode_handle, encode_handle, publish
 from kvcore.portable.manifest import root_of
-from kvcore.store import BlockExporter, BlockStore, HostTier, Peer
+from kvcore.store import BlockExporter, BlockRemoved, BlockStore, BlockStored, DiskTier, HostTier, Peer
 from kvcore.store.questions import Answer, Listed, Listing, Question
 from kvcore.store.seal import HEAD
+from kvcore.store.store import About
 from tests.support import block_peers
 from tests.support.block_peers import COUNT, SPEC, TOKENS, cache_of, keys, saved
 from tests.support.fake_nixl import FakeAgent
@@ -469,6 +470,46 @@ def test_engines_blocks_and_requests_come_from_a_peer():
     questions.clear()
     stores.save(third, cache, moved, TOKENS)
     assert (questions, all(map(third.has, keys()))) == ([], True)
+
+
+def test_what_comes_from_a_peer_is_said():
+    store, told = BlockStore([HostTier(1 << 26)]), []
+    saved(store)
+    exporter = BlockExporter(store)
+    peer = Peer(lambda question, _timeout: exporter.answer(question), Direct(exporter))
+    other = BlockStore([HostTier(1 << 26)], peers=[peer], events=told.extend)
+    stores.find(other, SPEC, TOKENS)
+    assert told == [], "what a peer has is not here"
+    stores.load(other, cache_of(), TOKENS)
+    blocks, size = stores.keys_of(SPEC, TOKENS), SPEC.block_tokens
+    right = [
+        BlockStored([one], blocks[at - 1] if at else None, TOKENS[at * size : (at + 1) * size], size, None, "CPU", None)
+        for at, one in enumerate(blocks[: COUNT // size])
+    ]
+    assert told == right
+    # What goes for another page is said, and so is what comes again; one page as many.
+    told.clear()
+    other.remove(blocks[1])
+    assert other.get(blocks[1], About(blocks[0], TOKENS[size : 2 * size], size)) is not None
+    assert told == [BlockRemoved([blocks[1]], "CPU"), right[1]]
+    # Of a page whose tokens nobody said there is no event, as of one that is put so; nor of one that is damaged.
+    told.clear()
+    other.remove(blocks[0])
+    assert other.get(blocks[0]) is not None
+    other.remove(blocks[0])
+    held = bytearray(store.tiers[0].peek(blocks[0]))
+    held[-1] ^= 4
+    store.tiers[0].put(blocks[0], bytes(held))
+    assert other.get(blocks[0], About(None, TOKENS[:size], size)) is None
+    assert told == [BlockRemoved([blocks[0]], "CPU")] * 2
+
+
+def test_what_another_process_put_on_the_disk_is_said_when_it_comes_nearer(tmp_path):
+    told = []
+    BlockStore([DiskTier(tmp_path, 1 << 20)]).put(key(1), page(1))
+    store = BlockStore([HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)], events=told.extend)
+    assert store.get(key(1), About(key(0), [1, 2], 2)) == page(1)
+    assert told == [BlockStored([key(1)], key(0), [1, 2], 2, None, "CPU", None)]
 
 
 @pytest.mark.parametrize("way", ["file", "nixl"])

@@ -120,7 +120,7 @@ TABLE = {
             "what goes is lost",
         ),
         (
-            "                        events += self._put(0, key, bytes(data))\n",
+            "                        events += self._put(0, key, bytes(data), about)\n",
             "                        pass\n",
             "pages stay far away",
         ),
