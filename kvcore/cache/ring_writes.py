@@ -9,21 +9,22 @@ appends to its ``RingWrites`` and reads through them; the step drives all of the
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvcore.arrays import to_numpy
+from kvcore.cache.outside import store_own
 from kvcore.cache.state import CacheState
 from kvcore.cache.undo import Undo
 from kvcore.errors import StepError
-from kvcore.ops import Array, Ops, RawRows, StepIndex
-from kvcore.ops.arguments import UNKNOWN, likes, note_passed
-from kvcore.plan import Region
+from kvcore.ops import Array, StepIndex
+from kvcore.ops.arguments import UNKNOWN, check_finite, check_rows, inputs_of, likes, note_passed
 from kvcore.pools import Pools
 from kvcore.requests.manager import Opening, Request
-from kvcore.spec import DERIVED, ROLES, TAIL_OF, Component
+from kvcore.spec import DERIVED, KV, ROLES, TAIL_OF, Component
 from kvcore.step import StepNumbers, StepRequest, at_start
 
 if TYPE_CHECKING:
@@ -128,6 +129,16 @@ class StepContext:
         if self.traced is not None:
             self._cache.check_outside(verb, arrays)
 
+    def check_values(
+        self, array: Array, where: str, component: Component, *, minus_infinity: bool = False, rows: int | None = None
+    ) -> None:
+        """Under ``check=True``, refuse what is not finite in the first ``rows``, those of tokens unless given."""
+        if self.check:
+            self.check_outside(where, (array,))
+            # Padding comes last, and its rows are ignored.
+            given = to_numpy(array)[: self.numbers.tokens if rows is None else rows]
+            check_finite(given, where, component, minus_infinity=minus_infinity)
+
     @property
     def pools(self) -> Pools:
         """The cache's pools, while the step is open; never as constants of a function that is traced."""
@@ -191,6 +202,14 @@ class StepContext:
             self.memo[key] = most
         return self.memo[key]
 
+    def kv_columns(self, kv: KV, *, ended: bool) -> int:
+        """Most rows of a layer's keys that the queries of a request see, before the step's append or after it."""
+        key = "columns", kv, ended
+        if key not in self.memo:
+            spans = ((row.start, row.length if ended else row.start, row.left_padding or 0) for row in self.rows)
+            self.memo[key] = max((len(kv.visible(*span)) for span in spans), default=0)
+        return self.memo[key]
+
     @cached_property
     def stateless(self) -> list[Request]:
         """Requests of which no recurrent state belongs to the length before the step."""
@@ -243,6 +262,36 @@ class RingWrites:
         self.last: frozenset[str] = frozenset()
         self._regions = context.plan.layers[number].regions
         self._known = context.known.get(number, NONE)
+
+    @property
+    def where(self) -> str:
+        """The layer's name in errors."""
+        return f"step.layer({self.number})"
+
+    def component(self, role: str, kind: type = Component) -> Any:
+        """The layer's component of that role and kind, or a StepError that lists what the layer has."""
+        self.context.check_open()
+        component = getattr(self.spec, role) if role in self.spec.roles else None
+        if not isinstance(component, kind):
+            has = ", ".join(found for found, _ in self.spec.components())
+            raise StepError(got=f"role {role!r}", where=self.where, allowed=f"a component of the layer: {has}")
+        return component
+
+    def checked(self, role: str, values: Sequence[Any]) -> tuple[Array, ...]:
+        """The step's rows of a role that the layer has, checked."""
+        context = self.context
+        layer = context.plan.layers[self.number]
+        found = check_rows(context.ops, layer, role, values, context.tokens)
+        if context.check:
+            component = layer.component(role)
+            for given, array in zip(inputs_of(layer, role), found, strict=True):
+                context.check_values(array, given.where, component, minus_infinity=given.minus_infinity)
+        return found
+
+    def require(self, role: str, verb: str) -> None:
+        """Verbs that see the step's new tokens need them appended first."""
+        if self.context.tokens and role not in self.own:
+            raise StepError(got=f"{verb} before append_{role}", where=self.where, allowed=f"append_{role}, then {verb}")
 
     def again(self, verb: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """What a verb of the layer gives whose arguments are known to pass; ``UNKNOWN``, with nothing done, else."""
@@ -381,9 +430,7 @@ class RingWrites:
     def check_new(self, role: str) -> None:
         """Refuse a second append."""
         if role in self.own:
-            raise StepError(
-                got=f"a second append to {role}", where=f"step.layer({self.number})", allowed="one append a step"
-            )
+            raise StepError(got=f"a second append to {role}", where=self.where, allowed="one append a step")
 
     def settle(self) -> None:
         """Write the tails' rows that wait for a flush, for there may be none, or somebody looks at them before."""
@@ -426,9 +473,7 @@ class RingWrites:
         if context.unflushed is not self:
             context.settle()
         if role in self.own:
-            raise StepError(
-                got=f"a second write of {role}", where=f"step.layer({self.number})", allowed="one write a step"
-            )
+            raise StepError(got=f"a second write of {role}", where=self.where, allowed="one write a step")
         self.keep_overwritten(role)
         write = getattr(context.ops, LAST_WRITERS[role])
         newest = min(context.most_new, self._regions[role][0].rows)
@@ -531,27 +576,6 @@ class RingWrites:
                 undo.keep(self.context.pools, self.number, role)
             self._write(role, self.waiting[role])
 
-    def fill_unwritten(self) -> None:
-        """Store NaN for paged rows that this step leaves out: seen, and never the bytes of the block's last owner.
-
-        Those are entries that close and were not stored, and keys and values of draft layers, which may be left out.
-        """
-        context, kv = self.context, self.spec.kv
-        tokens = len(context.index.positions) if kv is not None and kv.growth == "block" else 0
-        if kv is not None and "kv" not in self.own and tokens:
-            shapes = ((tokens, part.heads, part.format.dim or 0) for part in kv.parts)
-            k, v = (context.ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
-            context.replace(context.ops.append_kv(context.pools, self.number, context.index, k, v))
-        unstored = [] if self.stored.issuperset(self.spec.compressed) else self.unstored()
-        if unstored:
-            blank: dict[str, Array] = {}
-            for role in unstored:
-                component = getattr(self.spec, role)
-                shape = context.closed_count(component.ratio), component.dim
-                blank[role] = context.ops.asarray(np.full(shape, np.nan, np.float32))
-            entries, keys = blank.get("entries"), blank.get("index_keys")
-            context.replace(context.ops.store_entries(context.pools, self.number, context.index, entries, keys))
-
 
 class StepWrites(dict[int, RingWrites]):
     """What each layer got, of those that the step used: by number. Whatever asks for another's uses it from here on."""
@@ -564,32 +588,3 @@ class StepWrites(dict[int, RingWrites]):
     def __missing__(self, number: int) -> RingWrites:
         found = self[number] = RingWrites(self.context, number)
         return found
-
-
-def store_own(
-    ops: Ops,
-    pools: Pools,
-    regions: Sequence[Region],
-    component: Component,
-    index: StepIndex,
-    rows: Sequence[StepRequest],
-    own: Sequence[Array],
-) -> Pools:
-    """Pools with the step's rows of a component: for every part [T, dim] or [T, heads, dim]; padding writes nowhere.
-
-    Through the two verbs that every backend has for bytes: for roles without a verb of their own.
-    """
-    tokens, width = len(index.positions), max((row.new for row in rows), default=0)
-    scale: float = getattr(component, "global_scale", 1.0)
-    encoded: list[Array] = []
-    for region, values in zip(regions, own, strict=True):
-        flat = values.reshape(tokens * region.heads, region.format.dim or 0)
-        encoded.append(ops.encode(region.format, flat, scale).reshape(tokens, region.heads * region.format.row))
-    positions = np.full((len(index.slots), width), -1, np.int32)
-    for number, row in enumerate(rows):
-        # In a ring, all but what a later token of the step overwrites; in blocks, all but what was taken over.
-        first = row.stored if regions[0].growth == "block" else row.length - regions[0].rows
-        written = np.arange(row.start, row.length, dtype=np.int32)
-        positions[number, : row.new] = np.where(written >= first, written, -1)
-    raw = RawRows(ops.to_batch(index, reduce(ops.join, encoded), width), ops.asarray(positions))
-    return ops.store_rows(pools, regions[0].layer, regions[0].role, index, raw)

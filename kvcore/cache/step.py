@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 from kvcore.cache.layer import LayerHandle
 from kvcore.cache.ring_writes import RingWrites, StepContext, StepWrites
 from kvcore.cache.state import CacheState
+from kvcore.cache.unwritten import fill_unwritten
 from kvcore.counts import as_count
 from kvcore.errors import ShapeError, StepError
 from kvcore.ops import Ops, StepIndex
@@ -395,7 +396,7 @@ class StepState:
             self.context.settle()
             if not self.pools_replaced:
                 for number in range(len(cache.spec.all_layers)):
-                    self._writes(number).fill_unwritten()
+                    fill_unwritten(self._writes(number))
             states = self._states()
             touched = self._touched()
             # Most decode steps only make their requests a token longer.

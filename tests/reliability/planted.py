@@ -121,7 +121,7 @@ CORE_TESTS = {
     "cache/undo": ("cache/test_rollback",),
     "ops/arguments": ("cache/test_known_calls",),
     "ops/functional": ("cache/test_known_calls", "ops/test_functional_doors"),
-    "cache/layer": ("cache/test_rollback", "requests/test_prefix"),
+    "cache/attending": ("cache/test_rollback", "requests/test_prefix"),
     "cache/far": ("store/test_far",),
     "cache/ring_writes": ("cache/test_rollback", "requests/test_prefix"),
     "portable/rows": (

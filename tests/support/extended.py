@@ -67,7 +67,7 @@ ROW_COUNTS = (
         "return self._ops.visible_rows(self._layer",
         """
     def row_counts(self) -> Array:
-        self._component("kv", KV)
+        self._writes.component("kv", KV)
         return self._ops.row_counts(self._layer, self._index)""",
     ),
     Line(

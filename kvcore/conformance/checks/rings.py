@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.cache.ring_writes import store_own
+from kvcore.cache.outside import store_own
 from kvcore.conformance.case import Bench
 from kvcore.conformance.checks.formats import edge_rows
 from kvcore.conformance.outputs import Output, exact

@@ -251,7 +251,7 @@ class Forwards(Cache):
         plain = keys.dtype in ACCEPTED and values.dtype in ACCEPTED and not context.check and context.traced is None
         lent = self._lends(layer, keys.shape[2])
         if plain and lent and context.ops.in_place and handle._writes.writing("kv") == AT_ONCE:
-            columns = handle._kv_columns(layer.component, ended=True)
+            columns = handle._context.kv_columns(layer.component, ended=True)
             ops, pools, index, known = context.ops, context.pools, context.index, context.known
             appending = known.get(layer.number, {}).get("append_kv")
             if appending is not None:

@@ -229,7 +229,7 @@ class Handed(HandedOut):
     def appended(cls, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> "Handed":
         """What a layer hands out of keys and values [B, heads, S, dim] that it stores by its handle."""
         if layer.kind not in forward.memo:
-            columns = handle._kv_columns(layer.component, ended=True)
+            columns = handle._context.kv_columns(layer.component, ended=True)
             forward.memo[layer.kind] = SharedRows(layer, columns, forward, keys, values)
         give = layer.owner.give
         handle.append_kv(give(by_token(keys)), give(by_token(values)))

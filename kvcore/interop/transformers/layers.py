@@ -289,7 +289,7 @@ class StaticLayer(KVLayer):
             owner.give(by_token(query)),
             k,
             v,
-            columns=handle._kv_columns(self.component, ended=True),
+            columns=handle._context.kv_columns(self.component, ended=True),
             sink=None if sink is None else owner.give(sink.detach().float()),
             scale=scale,
         ).out

@@ -261,7 +261,7 @@ TABLE = {
             "a layer that was left out is committed",
         ),
         (
-            "self._writes(number).fill_unwritten()",
+            "fill_unwritten(self._writes(number))",
             "pass",
             "a block's last owner's bytes are read as entries",
         ),
@@ -344,10 +344,10 @@ TABLE = {
             "after functional verbs that were undone rows count as written",
         ),
     ],
-    "cache/layer.py": [
+    "cache/attending.py": [
         (
-            "            return self._index._replace(lengths=self._index.starts)\n",
-            "            return self._index\n",
+            "index._replace(lengths=index.starts) if owner(layers, writes, role).awaits_entries(role) else index\n",
+            "index\n",
             "entries are read before they are stored",
         ),
     ],
