@@ -65,16 +65,21 @@ def random(tensor):
     flat[:] = torch.randint(0, 120, flat.shape, dtype=torch.uint8)
 
 
-def test_keys_and_values_of_its_pool():
-    pool = pools.MHATokenToKVPool(
-        size=5 * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=8, enable_alt_stream=False, **COMMON
-    )
-    for tensor in (*pool.k_buffer, *pool.v_buffer):
+def adopted(pool, *buffers):
+    """A pool's spec, a cache over it, and a request in three of its pages, with bytes of somebody's."""
+    for tensor in buffers:
         random(tensor)
     tensors, layout = tensors_from(pool)
     spec = sglang.spec_from(pool)
     cache = kvcore.adopt(spec, tensors, layout=layout)
-    request = cache.admit(blocks=[4, 2, 3], length=TOKENS)
+    return spec, cache, cache.admit(blocks=[4, 2, 3], length=TOKENS)
+
+
+def test_keys_and_values_of_its_pool():
+    pool = pools.MHATokenToKVPool(
+        size=5 * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=8, enable_alt_stream=False, **COMMON
+    )
+    spec, cache, request = adopted(pool, *pool.k_buffer, *pool.v_buffer)
     # Its slots are page * page_size + offset.
     slots = [[4, 2, 3][at // PAGE] * PAGE + at % PAGE for at in range(TOKENS)]
     with cache.step({request: 0}) as step:
@@ -97,12 +102,7 @@ def test_keys_and_values_head_by_head(monkeypatch):
     pool = pools.MHATokenToKVPool(
         size=5 * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=8, enable_alt_stream=False, **COMMON
     )
-    for tensor in (*pool.k_buffer, *pool.v_buffer):
-        random(tensor)
-    tensors, layout = tensors_from(pool)
-    spec = sglang.spec_from(pool)
-    cache = kvcore.adopt(spec, tensors, layout=layout)
-    request = cache.admit(blocks=[4, 2, 3], length=TOKENS)
+    spec, cache, request = adopted(pool, *pool.k_buffer, *pool.v_buffer)
     with cache.step({request: 0}) as step:
         keys, values, _ = step.layer(1).gather_kv()
     for found, buffers in ((keys, pool.k_buffer), (values, pool.v_buffer)):
@@ -118,12 +118,7 @@ def test_latent_rows_of_its_pool():
     pool = pools.MLATokenToKVPool(
         size=5 * PAGE, page_size=PAGE, dtype=torch.bfloat16, kv_lora_rank=16, qk_rope_head_dim=8, **COMMON
     )
-    for tensor in pool.kv_buffer:
-        random(tensor)
-    tensors, layout = tensors_from(pool)
-    spec = sglang.spec_from(pool)
-    cache = kvcore.adopt(spec, tensors, layout=layout)
-    request = cache.admit(blocks=[4, 2, 3], length=TOKENS)
+    spec, cache, request = adopted(pool, *pool.kv_buffer)
     again = cache.import_request(moved(spec, cache, request), into=cache.admit(blocks=[5, 1, 0]))
     assert cache.digest([again]) == cache.digest([request])
     slots, others = ([table[at // PAGE] * PAGE + at % PAGE for at in range(TOKENS)] for table in ([4, 2, 3], [5, 1, 0]))

@@ -1,15 +1,13 @@
 """Several groups of caches under vLLM's own managers of blocks: windows whose blocks go, blocks of unlike lengths."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from kvcore.errors import SpecError
-from kvcore.interop import vllm_connector
 from kvcore.interop.vllm_groups import Groups
 from kvcore.store import BlockStore, DiskTier, HostTier
+from tests.engines.vllm_requests import Requests
 from tests.engines.wheels import own_modules
 
 interface, pools, managers, base = own_modules(
@@ -47,16 +45,16 @@ def config(kinds=KINDS, names=NAMES):
     return interface.KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-class Engine:
+class Engine(Requests):
     """A scheduler and a worker with vLLM's managers, a connector on both sides, and a model with a window."""
 
     def __init__(self, store):
-        self.pool = pools.BlockPool(num_gpu_blocks=BLOCKS, enable_caching=False, hash_block_size=4)
+        pool = pools.BlockPool(num_gpu_blocks=BLOCKS, enable_caching=False, hash_block_size=4)
         kinds = [managers.FullAttentionManager, *[managers.SlidingWindowManager] * 3]
-        self.managers = [
+        own = [
             make(
                 kv_cache_spec=spec,
-                block_pool=self.pool,
+                block_pool=pool,
                 enable_caching=False,
                 kv_cache_group_id=number,
                 scheduler_block_size=STEP,
@@ -69,20 +67,19 @@ class Engine:
             NAMES[2]: torch.full((BLOCKS, 8, LATENT), 255, dtype=torch.uint8),
             NAMES[3]: torch.full((BLOCKS, 4, 32), -1.0),
         }
-        extra = {"store": store, "layout": LAYOUT}
-        told = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-        sides, kind = base.KVConnectorRole, vllm_connector.KvcoreConnector
-        assert base.supports_hma(kind)
-        self.scheduler, self.worker = (kind(told, side, config()) for side in (sides.SCHEDULER, sides.WORKER))
+        super().__init__(base, own, {"store": store, "layout": LAYOUT}, config())
         self.worker.register_kv_caches(self.tensors)
-        self.computed, self.failed = 0, 0
 
     def rows(self, tokens, position, group):
         """What a model writes for a token: it depends on all before it."""
         width = (32, 16, 583, 32)[group]
         return np.random.default_rng([group, position, *tokens[: position + 1]]).integers(0, 200, width)
 
-    def write(self, tokens, position, tables):
+    def write(self, tokens, start, end, tables):
+        for position in range(start, end):
+            self.write_row(tokens, position, tables)
+
+    def write_row(self, tokens, position, tables):
         for group, (name, spec) in enumerate(zip(NAMES, KINDS, strict=True)):
             block, row = tables[group][position // spec.block_size], position % spec.block_size
             assert block, "a row of a block that is gone"
@@ -108,80 +105,6 @@ class Engine:
                 wanted = self.rows(tokens, position, group)
                 found = torch.cat([place.reshape(-1) for place in places])
                 assert found.tolist() == wanted.tolist(), (name, position)
-
-    def tables(self, name):
-        return [[block.block_id for block in manager.req_to_blocks[name]] for manager in self.managers]
-
-    def load(self, request, matched):
-        """Begin an asynchronous load; whether it was done."""
-        name = request.request_id
-        for manager in self.managers:
-            manager.add_local_computed_blocks(name, [], 0, matched)
-        for manager in self.managers:
-            manager.allocate_external_computed_blocks(name, 0, matched)
-        self.scheduler.update_state_after_alloc(
-            request, SimpleNamespace(get_block_ids=lambda: self.tables(name)), matched
-        )
-        self.turn([], [], {})
-        results = self.worker.get_transfer_results(set())
-        assert results.finished_recving == {name}
-        assert self.worker.get_transfer_results(set()).finished_recving == set()
-        if results.failed_recving:
-            for manager in self.managers:
-                manager.free(name)
-        return not results.failed_recving
-
-    def turn(self, new, cached, counts, write=lambda: None):
-        names, more, computed = zip(*cached, strict=True) if cached else ((), (), ())
-        again = SimpleNamespace(
-            req_ids=list(names), new_block_ids=list(more), num_computed_tokens=list(computed), resumed_req_ids=set()
-        )
-        output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=again, num_scheduled_tokens=counts)
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
-        self.worker.start_load_kv(None)
-        write()
-        self.worker.wait_for_save()
-        assert self.worker.get_block_ids_with_load_errors() == set()
-        self.worker.clear_connector_metadata()
-
-    def run(self, name, tokens, step=24):
-        """Prefill a prompt, some tokens at a time; the tokens that were found."""
-        request = SimpleNamespace(request_id=name, prompt_token_ids=tokens, num_computed_tokens=0)
-        matched, later = self.scheduler.get_num_new_matched_tokens(request, 0)
-        while matched:
-            assert later
-            if self.load(request, matched):
-                break
-            self.failed += 1
-            matched, later = self.scheduler.get_num_new_matched_tokens(request, 0)
-        if matched:
-            self.check(tokens, self.tables(name), matched)
-        start = request.num_computed_tokens = matched
-        before = self.tables(name)
-        while start < len(tokens):
-            end = min(start + step, len(tokens))
-            for manager in self.managers:
-                manager.remove_skipped_blocks(name, start)
-                manager.allocate_new_blocks(name, end, end)
-            tables = self.tables(name)
-            fresh = [table[len(old) :] for table, old in zip(tables, before, strict=True)]
-            first = start == matched
-            new = [SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=start)] if first else []
-            more = [] if first else [(name, fresh, start)]
-
-            def write(start=start, end=end, tables=tables):
-                for position in range(start, end):
-                    self.write(tokens, position, tables)
-
-            self.turn(new, more, {name: end - start}, write)
-            self.computed += end - start
-            self.check(tokens, tables, end)
-            start, before = end, tables
-        done = self.scheduler.request_finished_all_groups(request, tuple(self.tables(name)))
-        assert done == (False, None)
-        for manager in self.managers:
-            manager.free(name)
-        return matched
 
 
 TOKENS = [(5 * number) % 97 for number in range(118)]

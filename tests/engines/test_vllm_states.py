@@ -1,15 +1,13 @@
 """States of recurrent layers under vLLM's own managers, in its mode that keeps them at ends of blocks."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from kvcore.errors import SpecError
-from kvcore.interop import vllm_connector
 from kvcore.interop.vllm_groups import Groups
 from kvcore.store import BlockStore, HostTier
+from tests.engines.vllm_requests import Requests
 from tests.engines.wheels import own_modules
 
 interface, pools, managers, base, abstract = own_modules(
@@ -54,13 +52,13 @@ class Layer(abstract.MambaBase):
         raise NotImplementedError
 
 
-class Engine:
+class Engine(Requests):
     """A scheduler and a worker with vLLM's managers, a connector on both sides, and a model that carries states on."""
 
     def __init__(self, store, drafts=0):
         kind = states(num_speculative_blocks=drafts)
         pool = pools.BlockPool(num_gpu_blocks=BLOCKS, enable_caching=False, hash_block_size=BLOCK)
-        self.managers = [
+        own = [
             make(
                 kv_cache_spec=spec, block_pool=pool, enable_caching=False, kv_cache_group_id=number,
                 scheduler_block_size=BLOCK,
@@ -74,16 +72,8 @@ class Engine:
         for name, layer in self.layers.items():
             layer.bind_kv_cache(pages[name])
         extra = {"store": store, "layout": {"kv": "NL_X_NB_NH_BS_CS"}}
-        told = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-        sides = base.KVConnectorRole
-        self.scheduler, self.worker = (
-            vllm_connector.KvcoreConnector(told, side, config(kind)) for side in (sides.SCHEDULER, sides.WORKER)
-        )
+        super().__init__(base, own, extra, config(kind))
         self.worker.register_kv_caches({**pages, NAMES[2]: torch.full((BLOCKS, 2, BLOCK, 16), -1.0)})
-        self.failed = 0
-
-    def tables(self, name):
-        return [[block.block_id for block in manager.req_to_blocks[name]] for manager in self.managers]
 
     def state(self, tokens, layer):
         """What a layer has carried on behind tokens."""
@@ -93,74 +83,19 @@ class Engine:
             for shape, dtype in zip(SHAPES, DTYPES, strict=True)
         ]
 
-    def check(self, tokens, table):
+    def check(self, tokens, tables, length):
         """The state behind some tokens is where vLLM looks for it."""
-        block = table[(len(tokens) - 1) // BLOCK]
+        block = tables[0][(length - 1) // BLOCK]
         assert block, "the state's block is not there"
         for number, layer in enumerate(self.layers.values()):
-            for held, want in zip(layer.kv_cache, self.state(tokens, number), strict=True):
+            for held, want in zip(layer.kv_cache, self.state(tokens[:length], number), strict=True):
                 assert torch.equal(held[block], want)
 
-    def write(self, tokens, table):
-        block = table[(len(tokens) - 1) // BLOCK]
+    def write(self, tokens, _, end, tables):
+        block = tables[0][(end - 1) // BLOCK]
         for number, layer in enumerate(self.layers.values()):
-            for held, want in zip(layer.kv_cache, self.state(tokens, number), strict=True):
+            for held, want in zip(layer.kv_cache, self.state(tokens[:end], number), strict=True):
                 held[block] = want
-
-    def turn(self, new, cached, counts, write=lambda: None):
-        names, more, computed = zip(*cached, strict=True) if cached else ((), (), ())
-        again = SimpleNamespace(
-            req_ids=list(names), new_block_ids=list(more), num_computed_tokens=list(computed), resumed_req_ids=set()
-        )
-        output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=again, num_scheduled_tokens=counts)
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
-        self.worker.start_load_kv(None)
-        write()
-        self.worker.wait_for_save()
-        self.worker.clear_connector_metadata()
-
-    def load(self, request, matched):
-        name = request.request_id
-        for manager in self.managers:
-            manager.add_local_computed_blocks(name, [], 0, matched)
-        for manager in self.managers:
-            manager.allocate_external_computed_blocks(name, 0, matched)
-        self.scheduler.update_state_after_alloc(
-            request, SimpleNamespace(get_block_ids=lambda: self.tables(name)), matched
-        )
-        self.turn([], [], {})
-        failed = self.worker.get_transfer_results(set()).failed_recving
-        if failed:
-            for manager in self.managers:
-                manager.free(name)
-        return not failed
-
-    def run(self, name, tokens, step):
-        """Prefill a prompt, some tokens at a time; the tokens that were found."""
-        request = SimpleNamespace(request_id=name, prompt_token_ids=tokens, num_computed_tokens=0)
-        matched, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
-        while matched and not self.load(request, matched):
-            self.failed += 1
-            matched, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
-        start, before = matched, self.tables(name)
-        while start < len(tokens):
-            end = min(start + step, len(tokens))
-            if start:
-                self.check(tokens[:start], before[0])
-            for manager in self.managers:
-                manager.remove_skipped_blocks(name, start)
-                manager.allocate_new_blocks(name, end, end)
-            tables = self.tables(name)
-            fresh = [table[len(old) :] for table, old in zip(tables, before, strict=True)]
-            first = start == matched
-            new = [SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=start)] if first else []
-            more = [] if first else [(name, fresh, start)]
-            self.turn(new, more, {name: end - start}, lambda: self.write(tokens[:end], tables[0]))  # noqa: B023
-            start, before = end, tables
-        self.scheduler.request_finished_all_groups(request, tuple(self.tables(name)))
-        for manager in self.managers:
-            manager.free(name)
-        return matched
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
