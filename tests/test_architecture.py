@@ -13,6 +13,8 @@ PATHS = re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", PAGE)
 OUTSIDE = ("benchmarks", "docs", "kvcore", "tests")
 MOST_FILES = 8
 """That a reader opens to follow one append on the reference."""
+MOST_LINES = 600
+"""Of a file that answers one reader's question."""
 
 
 def section(title: str) -> str:
@@ -38,6 +40,13 @@ def test_every_package_and_module_has_a_line():
         if (entry / "__init__.py").is_file() or entry.suffix == ".py"
     }
     assert sorted(in_first_column(section("The tree"))) == sorted(found - {"__init__.py"})
+
+
+@pytest.mark.parametrize("folder", ["kvcore", "tests", "benchmarks", "examples"])
+def test_no_file_is_longer_than_a_reader_takes_in(folder):
+    lines = {str(path): path.read_text(encoding="utf-8").count("\n") for path in (ROOT / folder).rglob("*.py")}
+    assert lines
+    assert not {path: count for path, count in lines.items() if count > MOST_LINES}
 
 
 def test_an_append_goes_the_way_that_is_shown():

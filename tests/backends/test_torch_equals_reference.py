@@ -11,7 +11,7 @@ from kvcore.ops import tolerances
 from kvcore.ops.tolerances import Tolerance
 from kvcore.spec import FORMATS, LAYOUTS, CacheSpec, Entries, LayerSpec, Tail, Window, presets
 from tests.support.backends_under_test import Codec, seed_of
-from tests.support.drive import Options, Seen, classic_spec, drive
+from tests.support.drive import Options, Seen, bits, classic_spec, drive
 
 SPECS = {
     "V4-Flash, tiny": presets.deepseek_v4_flash_tiny(block_tokens=16),
@@ -43,14 +43,6 @@ def pair(spec: CacheSpec, layout: str) -> list[kvcore.Cache]:
     """The same cache on both backends: three slots, two drafts, room for three full requests."""
     sizes = {"max_requests": 3, "max_tokens": 3 * 64, "max_draft_tokens": 2, "layout": layout}
     return [kvcore.create_cache(spec, backend=backend, **sizes) for backend in ("reference", "torch_triton")]
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    """Integers that tell -0 from 0 and make every NaN alike."""
-    if array.dtype.kind not in "fV":
-        return array
-    words = array.view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
-    return np.where(np.isnan(array.astype(np.float32)), np.uint32(0x7FC00000), words)
 
 
 def assert_same(seen: Seen) -> None:

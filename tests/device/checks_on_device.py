@@ -10,10 +10,10 @@ from kvcore.plan import plan_cache
 from kvcore.portable.digests import LaneDigests
 from kvcore.portable.pages import page_layout
 from kvcore.sharding.torch import TorchExchange, merged
-from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
+from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Rope, Tail, Window, address
 from kvcore.step import StepRequest, build_index
 from tests.device.check_cuda import CLASSIC, case_of, images_of
-from tests.device.strips_on_device import check_strips
+from tests.device.strips_on_device import SPEC, check_strips
 from tests.support.expected import as_bf16, decoded, encoded, random_values
 
 
@@ -205,17 +205,7 @@ def check_rings(rng, device):
 
 def check_pages(rng, device):
     """Digests of an export's pages at once, as they arrive, against those of the reference, component by component."""
-    layers = [
-        LayerSpec(window=Window(dim=512, window=5, format="v4_584")),
-        LayerSpec(
-            tail=Tail(dim=512, ratio=4, overlap=True),
-            entries=Entries(dim=512, ratio=4, format="v4_584"),
-            index_keys=IndexKeys(dim=128, ratio=4, heads=2, topk=4, format="index_fp4_68_h"),
-            index_tail=Tail(dim=128, ratio=4, overlap=True),
-        ),
-        LayerSpec(entries=Entries(dim=20, ratio=8, format="fp32")),
-    ]
-    spec = CacheSpec(layers=layers, block_tokens=16)
+    spec = CacheSpec(layers=SPEC.layers[:3], block_tokens=16)
     plan = plan_cache(spec, max_requests=2, max_tokens=256, max_draft_tokens=2)
     here, there = ReferenceOps(plan), TritonOps(plan, device)
     for floor, length in ((0, 0), (0, 3), (14, 16), (75, 77), (158, 160)):

@@ -1,17 +1,12 @@
 """torch and JAX in one environment: requests move between them in mid-generation. ``nox -s frameworks`` has both."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 import kvcore
 from kvcore.handoff import import_shards
 from kvcore.portable.convert import with_formats
 from tests.sharding import test_regroup as regroup
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.support.examples import printed
 
 
 @pytest.mark.parametrize(
@@ -30,12 +25,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_example_runs(script: str, promise: str) -> None:
-    name, *options = script.split()
-    line = [sys.executable, "-W", "error", EXAMPLES / name, *options]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert promise in done.stdout
-    assert "False" not in done.stdout
+    told = printed(script)
+    assert promise in told
+    assert "False" not in told
 
 
 @pytest.mark.parametrize(

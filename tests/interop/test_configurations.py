@@ -23,7 +23,6 @@ SAID = [
     pytest.param({"num_hidden_layers": 7, "sliding_window_pattern": 3}, id="another pattern"),
     pytest.param({"num_hidden_layers": 7, "no_rope_layer_interval": 2, "attention_chunk_size": 24}, id="chunks"),
 ]
-NO_WINDOW = {"full_attention"}
 NEEDED = {
     "dory": {"n_input_layers": 2, "n_recurrent_layers": 3, "n_output_layers": 2},
     # Heads that do not divide the hidden size; layers that share, in a model of few; a pattern as long as the layers.

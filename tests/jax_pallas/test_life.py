@@ -9,7 +9,7 @@ import pytest
 import kvcore
 from kvcore.ops import tolerances
 from kvcore.spec import CacheSpec, presets
-from tests.support.drive import Options, Seen, classic_spec, drive
+from tests.support.drive import Options, Seen, bits, classic_spec, drive
 
 PAD_TOKENS = 32
 
@@ -33,14 +33,6 @@ def padded(cache: kvcore.Cache) -> kvcore.Cache:
     step = cache.step
     cache.step = lambda tokens, **_: step(tokens, pad_tokens=PAD_TOKENS, pad_requests=4)
     return cache
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    """Integers that tell -0 from 0 and make every NaN alike."""
-    if array.dtype.kind not in "fV":
-        return array
-    words = array.view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
-    return np.where(np.isnan(array.astype(np.float32)), np.uint32(0x7FC00000), words)
 
 
 def assert_agrees(seen: Seen) -> None:

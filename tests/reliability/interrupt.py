@@ -30,7 +30,6 @@ from tests.reliability import command
 from tests.support import scene, stories
 
 KVCORE = str(Path(kvcore.__file__).parent)
-BACKENDS_OF_KVCORE = str(Path(KVCORE) / "backends")
 
 SPEC = CacheSpec(
     layers=[
