@@ -17,8 +17,9 @@ A process that digests much does it in C, wherever a compiler is found (``kvcore
 import hashlib
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from threading import local
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -44,6 +45,7 @@ _FIRST, _SECOND, _LAST = (np.array(shift, np.uint32) for shift in MIX_SHIFTS)
 _FACTORS = tuple(np.array(factor, np.uint32) for factor in MIX_FACTORS)
 
 
+@lru_cache(maxsize=1 << 12)
 def region_salt(layer: int, role: str) -> int:
     """32 bits that tell a layer's role from all others."""
     return zlib.crc32(f"{layer}.{role}".encode())
@@ -72,10 +74,14 @@ def row_lanes(rows: Array, positions: Array, salt: int) -> Array:
     if not requests or not columns or not words:
         return lanes.astype(np.int64)
     # C reads as many positions as there are rows; NumPy refuses fewer.
-    fits = not size % WORD and rows.strides[2] == 1 and positions.shape == (requests, columns)
+    fits = rows.strides[2] == 1 and positions.shape == (requests, columns)
     if fits and (run := native(rows.nbytes)) is not None:
-        offsets = cast("Array", np.arange(columns) * rows.strides[1])
-        lanes_at(run, rows, offsets, positions, (requests, rows.strides[0]), words, salt, lanes)
+        offsets, places = (np.ascontiguousarray(some, np.int64) for some in (_evenly(rows), positions))
+        whole = Rows(
+            *(address_of(rows), rows.strides[0], address_of(offsets), address_of(places)),
+            *(requests, columns, size, salt & MASK, address_of(lanes)),
+        )
+        add_lanes(run, [whole])
         return lanes.astype(np.int64)
     work = _work(max(AT_ONCE // words, 1), words)
     if columns > work.rows:
@@ -105,12 +111,17 @@ def alike_lanes(rows: Array, positions: Array, salts: Sequence[int]) -> Array:
     regions, columns, size = rows.shape
     words = -(-size // WORD)
     lanes = np.zeros((regions, 2), np.uint32)
-    fits = not size % WORD and rows.strides[2] == 1 and len(positions) == columns
+    fits = rows.strides[2] == 1 and len(positions) == columns
     run = native(0) if fits else None
     if run is not None and columns:
-        offsets = cast("Array", np.arange(columns) * rows.strides[1])
-        for number, salt in enumerate(salts):
-            lanes_at(run, rows[number], offsets, positions[None], (1, 0), words, salt, lanes[number : number + 1])
+        offsets, places = (np.ascontiguousarray(some, np.int64) for some in (_evenly(rows), positions))
+        first, at, where, sums = map(address_of, (rows, offsets, places, lanes))
+        apart = rows.strides[0]
+        alike = [
+            Rows(first + number * apart, 0, at, where, 1, columns, size, salt & MASK, sums + number * lanes.strides[0])
+            for number, salt in enumerate(salts)
+        ]
+        add_lanes(run, alike)
         return lanes.astype(np.int64)
     step = AT_ONCE // max(1, columns * words)
     if not step or not columns or not words:
@@ -123,42 +134,55 @@ def alike_lanes(rows: Array, positions: Array, salts: Sequence[int]) -> Array:
     return lanes.astype(np.int64)
 
 
-def lanes_at(
-    run: Lanes,
-    array: Array,
-    offsets: Array,
-    positions: Array,
-    requests: tuple[int, int],
-    words: int,
-    salt: int,
-    lanes: Array,
-) -> None:
-    """Add the lanes of rows that begin so many bytes behind an array's first, to lanes [requests, 2] uint32.
+class Rows(NamedTuple):
+    """Rows of which C adds the lanes: row c of request q begins at ``base + q * apart + offsets[c]``.
 
-    Args:
-        run: the function.
-        array: where they lie.
-        offsets: [columns] of a request's rows, all of whose words are the array's.
-        positions: [requests, columns].
-        requests: how many, and bytes from one to the next.
-        words: of a row.
-        salt: of the region.
-        lanes: what it is added to.
+    Attributes:
+        base: address.
+        apart: bytes from one request to the next.
+        offsets: address of int64 [columns]: bytes, of a request's rows.
+        positions: address of int64 [requests, columns]; rows at negative ones are not there.
+        requests, columns: how many.
+        nbytes: of a row; zeros follow in its last word.
+        salt: of the region, 32 bits.
+        lanes: address of uint32 [requests, 2], to which they are added.
     """
-    count, apart = requests
-    columns = len(offsets)
-    held = [np.ascontiguousarray(some, np.int64) for some in (offsets, positions)]
-    first, at, places, sums = (some.__array_interface__["data"][0] for some in (array, *held, lanes))
-    run(first, apart, at, places, count, columns, words, salt & MASK, sums)
+
+    base: int
+    apart: int
+    offsets: int
+    positions: int
+    requests: int
+    columns: int
+    nbytes: int
+    salt: int
+    lanes: int
+
+
+def address_of(array: Array) -> int:
+    """Where an array begins; it has to be kept for as long as the address is used."""
+    return array.__array_interface__["data"][0]
+
+
+def add_lanes(run: Lanes, rows: Sequence[Rows]) -> None:
+    """Add the lanes of all of them, in one call."""
+    table = np.array(rows, np.int64)
+    run(address_of(table), len(rows))
+
+
+def _evenly(rows: Array) -> Array:
+    """Offsets of rows [requests, columns, bytes] in a request."""
+    return cast("Array", np.arange(rows.shape[1]) * rows.strides[1])
 
 
 def _right(run: Lanes) -> bool:
     """Whether a function gives what NumPy does: of rows of every kind of length, and where there are none."""
-    for words in (1, 7, 16, 145):
-        rows = np.arange(3 * 5 * words * WORD, dtype=np.uint32).astype(np.uint8).reshape(3, 5, -1)
+    for size in (4, 7, 28, 64, 580, 581, 582):
+        rows, words = np.arange(3 * 5 * size, dtype=np.uint32).astype(np.uint8).reshape(3, 5, -1), -(-size // WORD)
         positions = np.arange(15).reshape(3, 5) * 3 - 2
-        found = np.zeros((3, 2), np.uint32)
-        lanes_at(run, rows, np.arange(5) * words * WORD, positions, (3, rows.strides[0]), words, 0xC0FFEE, found)
+        found, offsets, places = np.zeros((3, 2), np.uint32), _evenly(rows), positions.astype(np.int64)
+        first, at, where, sums = map(address_of, (rows, offsets, places, found))
+        add_lanes(run, [Rows(first, rows.strides[0], at, where, 3, 5, size, 0xC0FFEE, sums)])
         work = _Work(15, words, np.empty((3, 15 * words), np.uint32))
         if (work.lanes(rows, positions.reshape(-1), 0xC0FFEE) != found.T).any():
             return False

@@ -27,8 +27,8 @@ WORTH = 1 << 28
 SECONDS = 60.0
 """For a compiler."""
 
-Lanes = Callable[[int, int, int, int, int, int, int, int, int], None]
-"""``kvcore_lanes`` of the source; arrays by their addresses."""
+Lanes = Callable[[int, int], None]
+"""``kvcore_lanes`` of the source: the address of some ``kvcore.digest.Rows``, and how many."""
 
 
 class Native:
@@ -85,7 +85,6 @@ def compiled() -> Lanes | None:
             subprocess.run(line, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
             function: Any = ctypes.CDLL(str(library)).kvcore_lanes
         function.restype = None
-        address, number, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-        function.argtypes = [address, number, address, address, number, number, number, word, address]
+        function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         return function
     return None

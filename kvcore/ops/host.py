@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvcore.arrays import host_view
-from kvcore.digest import MASK, WORD, region_salt, row_lanes
+from kvcore.digest import MASK, WORD, address_of, region_salt, row_lanes
 from kvcore.ops.results import Strip
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools
@@ -301,45 +301,82 @@ class Field(NamedTuple):
     """Bytes of a component's rows where they lie, as words of a canonical row.
 
     Attributes:
-        pool: [units, bytes], whose rows follow one another byte by byte.
+        pool: name of the pool.
         base: first byte in a unit, of row 0.
         step: from one row of a unit to the next.
         first: first byte in the canonical row.
         nbytes: in every row.
     """
 
-    pool: Array
+    pool: str
     base: int
     step: int
     first: int
     nbytes: int
 
 
-def fields_in_place(plan: CachePlan, pools: Pools, layer: int, role: str) -> list[Field] | None:
+def fields_in_place(plan: CachePlan, layer: int, role: str) -> list[Field] | None:
     """A component's rows as they lie in the pools, field by field and head by head.
 
-    None where fields are no words of the canonical row, where bytes of it lie nowhere, and on a device.
+    None where fields are no words of the canonical row, and where bytes of it lie nowhere.
     """
+    memo = plan.layers[layer].memo
+    key = "fields in place", role
+    if key not in memo:
+        memo[key] = _fields(plan, layer, role)
+    return memo[key]
+
+
+def _fields(plan: CachePlan, layer: int, role: str) -> list[Field] | None:
     found: list[Field] = []
     offset = 0
     for region in plan.region(layer, role):
         size, (row_step, head_step) = region.format.row, region.steps
         lines = lines_of(region)
-        if plan.context > 1 or sum(line.nbytes for line in lines) != size:
+        # Zeros that are not stored may be the rest of a word, as those behind the last one are.
+        ends = [0, *(_whole_words(line.first + line.nbytes) for line in lines)]
+        if plan.context > 1 or ends != [*(line.first for line in lines), _whole_words(size)]:
             return None
         for line in lines:
-            pool = host_view(pools[region.buffers[line.buffer][0]])
-            if pool is None or line.split:
+            if line.split:
                 return None
-            pool = pool.reshape(len(pool), -1).view(np.uint8) if pool.flags.c_contiguous else pool
-            if pool.ndim != 2 or pool.dtype != np.uint8 or pool.strides[1] != 1:
-                return None
+            pool, _ = region.buffers[line.buffer]
             nbytes, whole = _together(region, line)
             for head in range(1 if whole else region.heads):
                 base = line.base + head * head_step * line.stride
                 found.append(Field(pool, base, row_step * line.stride, offset + head * size + line.first, nbytes))
         offset += region.heads * size
-    return None if any(field.first % WORD or field.nbytes % WORD for field in found) else found
+    return None if any(field.first % WORD for field in found) else found
+
+
+def _whole_words(nbytes: int) -> int:
+    return -(-nbytes // WORD) * WORD
+
+
+class Units(NamedTuple):
+    """A pool in the host's memory, the bytes of each of whose units follow one another.
+
+    Attributes:
+        address: of the first.
+        apart: bytes from one to the next.
+        units: how many.
+    """
+
+    address: int
+    apart: int
+    units: int
+
+
+def units_of(pool: Any) -> Units | None:
+    """Where a pool lies; None on a device, and where bytes of a unit do not follow one another."""
+    view = host_view(pool)
+    if (
+        view is None
+        or not view.ndim
+        or not (view.flags.c_contiguous or (view.ndim == 2 and view.dtype == np.uint8 and view.strides[1] == 1))
+    ):
+        return None
+    return Units(address_of(view), view.strides[0], len(view))
 
 
 def digest(pages: Any, strips: Sequence[Strip], first_page: int) -> Array | None:

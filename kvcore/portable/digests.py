@@ -14,10 +14,21 @@ import numpy as np
 import xxhash
 
 from kvcore.arrays import to_numpy
-from kvcore.digest import MASK, WORD, WORD_FACTOR, alike_lanes, lanes_at, native, region_salt, row_lanes
+from kvcore.digest import (
+    MASK,
+    WORD,
+    WORD_FACTOR,
+    Rows,
+    add_lanes,
+    address_of,
+    alike_lanes,
+    native,
+    region_salt,
+    row_lanes,
+)
 from kvcore.native import Lanes
 from kvcore.ops import Ops, Strip
-from kvcore.ops.host import fields_in_place, rows_in_place
+from kvcore.ops.host import fields_in_place, rows_in_place, units_of
 from kvcore.pools import Pools
 from kvcore.portable.pages import HISTORY, Array, PageLayout, positions_of, ranged, rows_of, takes_chunks
 from kvcore.portable.rows import digests_at, owned, page_places
@@ -163,8 +174,9 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> Sequence[tuple[in
     seen: Any = getattr(ops, "host_pools", None)
     pools = cast("Pools", pools if seen is None else seen(pools))
     found: list[tuple[int, int]] = []
-    nbytes = sum(len(one.live(row.length)) * row_bytes(one) for _, _, one in owned(ops.plan.spec))
-    run = native(nbytes)
+    run = native(0)
+    if run is None:
+        run = native(sum(len(one.live(row.length)) * row_bytes(one) for _, _, one in owned(ops.plan.spec)))
     direct = {} if run is None else _lanes_in_place(run, ops, pools, row)
     kept = np.empty(AT_ONCE, np.uint8)
     small = _small_lanes(ops, pools, row, kept, direct)
@@ -219,35 +231,47 @@ def _lanes_on_device(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int
 
 
 def _lanes_in_place(run: Lanes, ops: Ops, pools: Pools, row: StepRequest) -> dict[tuple[int, str], tuple[int, int]]:
-    """The lanes of components whose fields can be read where they lie."""
-    found: dict[tuple[int, str], tuple[int, int]] = {}
-    places: dict[Any, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
-    for layer, role, component in owned(ops.plan.spec):
-        live, paged = component.live(row.length), component.growth == "block"
-        region = ops.plan.region(layer, role)[0]
-        units = np.array(row.blocks if paged else (row.slot,), np.int64)
-        fields = fields_in_place(ops.plan, pools, layer, role) if len(live) else None
-        if fields is None or any(_outside(units, len(field.pool)) for field in fields):
+    """The lanes of components whose fields can be read where they lie, all in one call."""
+    found: dict[tuple[int, str], int] = {}
+    units = {"block": np.array(row.blocks, np.int64), "slot": np.array((row.slot,), np.int64)}
+    bounds = {growth: (int(some.min()), int(some.max())) if len(some) else (-1, -1) for growth, some in units.items()}
+    lanes = np.zeros((len(owned(ops.plan.spec)), 2), np.uint32)
+    sums = address_of(lanes)
+    all_rows: list[Rows] = []
+    # The same in all layers of a ratio.
+    lives: dict[int, range] = {}
+    places: dict[Any, tuple[Array, Array, int, int]] = {}
+    for number, (layer, role, component) in enumerate(owned(ops.plan.spec)):
+        live = lives.get(id(component))
+        if live is None:
+            live = lives[id(component)] = component.live(row.length)
+        fields = fields_in_place(ops.plan, layer, role) if len(live) else None
+        if fields is None:
             continue
-        lanes = np.zeros((1, 2), np.uint32)
+        region, (least, most) = ops.plan.region(layer, role)[0], bounds[component.growth]
+        some: list[Rows] = []
         for field in fields:
-            # The same in all layers of a ratio.
-            kind = paged, live, component.tokens_per_row, region.rows, field.pool.strides[0], field.step
+            pool = units_of(pools[field.pool])
+            if pool is None or least < 0 or most >= pool.units:
+                break
+            kind = component.growth, live, component.tokens_per_row, region.rows, pool.apart, field.step
             if kind not in places:
                 numbers = np.arange(live.start, live.stop)
-                unit = units[numbers // region.rows] if paged else units[0]
-                offsets = unit * field.pool.strides[0] + numbers % region.rows * field.step
-                places[kind] = offsets, (numbers * component.tokens_per_row)[None]
-            offsets, positions = places[kind]
-            salt = region_salt(layer, role) + field.first // WORD * WORD_FACTOR
-            lanes_at(run, field.pool, offsets + field.base, positions, (1, 0), field.nbytes // WORD, salt, lanes)
-        found[layer, role] = int(lanes[0, 0]), int(lanes[0, 1])
-    return found
-
-
-def _outside(units: np.ndarray[Any, Any], count: int) -> bool:
-    """Whether some units are none of a pool's."""
-    return not len(units) or int(units.min()) < 0 or int(units.max()) >= count
+                unit = units["block"][numbers // region.rows] if component.growth == "block" else row.slot
+                offsets = unit * pool.apart + numbers % region.rows * field.step
+                positions = numbers * component.tokens_per_row
+                places[kind] = offsets, positions, address_of(offsets), address_of(positions)
+            _, _, at, where = places[kind]
+            salt = region_salt(layer, role) + field.first // WORD * WORD_FACTOR & MASK
+            sum_at = sums + number * lanes.strides[0]
+            some.append(Rows(pool.address + field.base, 0, at, where, 1, len(live), field.nbytes, salt, sum_at))
+        if len(some) == len(fields):
+            all_rows += some
+            found[layer, role] = number
+    if all_rows:
+        add_lanes(run, all_rows)
+    pairs = lanes.tolist()
+    return {key: (pairs[number][0], pairs[number][1]) for key, number in found.items()}
 
 
 def _small_lanes(

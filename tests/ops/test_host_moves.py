@@ -141,6 +141,8 @@ def test_rows_are_digested_in_place_by_a_function_that_was_compiled(backend, lay
     monkeypatch.setattr(digests, "native", lambda _: run)
     direct = digests._lanes_in_place(run, ops, pools, row)
     assert direct
+    # A byte of zeros behind the scales of v4_584 is not stored there.
+    assert layout != "planar" or spec != "v4" or {role for _, role in direct} >= {"window", "entries", "index_keys"}
     assert digests.request_lanes(ops, pools, row) == before
     # A block that is not there is not read.
     beyond = row._replace(blocks=(*row.blocks[:-1], cache.plan.blocks))
