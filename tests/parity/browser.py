@@ -14,7 +14,7 @@ import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "chrome")
 SECONDS = 120
 WIDTHS = (390, 820, 1280)
 """Of a phone, a tablet and a desk, in CSS pixels."""
