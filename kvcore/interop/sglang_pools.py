@@ -74,10 +74,30 @@ def spec_from(
         8
     """
     kind = type(pool).__name__
+    if unread := not_rows(pool):
+        raise SpecError(got=kind, where="spec_from", allowed="rows that a format reads alone", hint=unread)
     if kind not in READERS:
         raise SpecError(got=kind, where="spec_from", allowed=", ".join(READERS))
     given = Given(window, index, formats or {})
     return CacheSpec(layers=tuple(READERS[kind](pool, given)), block_tokens=pool.page_size, name=name)
+
+
+def not_rows(pool: Any) -> str:
+    """Why a pool's codes are not read with what lies beside them; empty where they are."""
+    method = getattr(getattr(pool, "quant_method", None), "name", "")
+    if method == "nvfp4":
+        return "Refused: nvfp4 has a scale of every layer beside those of a row, and no component of kvcore does."
+    if getattr(pool, "mxfp8_sf_interleaved", False):
+        return (
+            "Refused: scales of pages of 128 tokens lie in chunks of 32, in which no row is a step from the one before."
+        )
+    return ""
+
+
+def coded(pool: Any) -> str | None:
+    """The format of rows whose scales lie in tensors of their own; None of a pool that has none of those."""
+    method = getattr(getattr(pool, "quant_method", None), "name", "")
+    return CODED.get(type(pool).__name__) or (method if method in CODED.values() else None)
 
 
 def _kv(pool: Any, window: int | None = None, storage: Literal["paged", "ring"] = "paged") -> LayerSpec:
@@ -88,6 +108,9 @@ def _kv(pool: Any, window: int | None = None, storage: Literal["paged", "ring"] 
 
 
 def _code(pool: Any) -> str:
+    format = coded(pool)
+    if format is not None:
+        return format
     dtype = str(pool.dtype).rpartition(".")[2]
     if dtype not in CODES:
         raise SpecError(got=dtype, where=f"spec_from: {type(pool).__name__}.dtype", allowed=", ".join(CODES))
@@ -185,10 +208,20 @@ def _online(pool: Any, number: int, dim: int) -> State | None:
     return State(heads=3, key_dim=dim, format=CODES[str(states.kv_score_buffer.kv_score.dtype).rpartition(".")[2]])
 
 
+CODED = {
+    "MHATokenToKVPoolMXFP8": "mxfp8",
+    "MHATokenToKVPoolFP4": "fp4_mx_block16",
+    "MLATokenToKVPoolFP4": "fp4_mx_block16",
+}
+"""A pool's class -> format of rows whose scales lie in tensors of their own."""
+
 READERS: dict[str, Callable[[Any, Given], list[LayerSpec]]] = {
     "MHATokenToKVPool": _by_heads,
     "SWAKVPool": _hybrid,
+    "MHATokenToKVPoolMXFP8": _by_heads,
+    "MHATokenToKVPoolFP4": _by_heads,
     "MLATokenToKVPool": _latent,
+    "MLATokenToKVPoolFP4": _latent,
     "DSATokenToKVPool": _sparse,
     "DeepSeekV4TokenToKVPool": _v4,
 }

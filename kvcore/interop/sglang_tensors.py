@@ -9,9 +9,9 @@ windows, those of others a ring for each request slot, or one row where they are
 from typing import Any, NamedTuple
 
 from kvcore.adoption.cache import describe
-from kvcore.adoption.descriptor import Descriptor, IndexMap
+from kvcore.adoption.descriptor import Descriptor, IndexMap, Lines
 from kvcore.errors import SpecError
-from kvcore.interop.sglang_pools import ONLINE
+from kvcore.interop.sglang_pools import ONLINE, coded, not_rows, spec_from
 from kvcore.spec import CacheSpec
 
 VALUES_AND_SCALES = {"DeepSeekV4SingleKVPool": "kv_buffer", "DeepSeekV4IndexerPool": "index_k_with_scale_buffer"}
@@ -30,14 +30,16 @@ class Mapped(NamedTuple):
     maps: dict[str, Any]
 
 
-def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str]]:
+def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str] | Descriptor]:
     """(tensors, layout) of a pool of keys and values, of latent rows, or of those with index keys, for ``adopt``.
 
     Args:
-        pool: ``MHATokenToKVPool``, ``MLATokenToKVPool`` or ``DSATokenToKVPool``, whose spec ``spec_from`` gives.
+        pool: ``MHATokenToKVPool``, ``MLATokenToKVPool``, their kinds with codes in MXFP8 and FP4, or
+            ``DSATokenToKVPool``, whose spec ``spec_from`` gives.
 
     Returns:
         Views, in the spec's order; blocks are the pool's pages, block n the slots ``n * page_size`` and following.
+        Of codes whose scales lie in tensors of their own the layout is a descriptor.
 
     Raises:
         SpecError: another pool, or one that lays its memory out otherwise.
@@ -52,6 +54,8 @@ def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str]]:
         ({'kv': 'TWO_X_NL_X_NBBS_NH_HS'}, [(80, 2, 8)])
     """
     kind = type(pool).__name__
+    if coded(pool) is not None and not not_rows(pool):
+        return _of_codes(pool)
     if kind == "MHATokenToKVPool":
         laid = pool.kv_cache_layout
         if laid not in ("nhd", "hnd") or getattr(pool, "k_scale_buffer", None) is not None:
@@ -72,8 +76,8 @@ def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str]]:
         "DeepSeekV4TokenToKVPool": "windows lie where full_to_swa_index_mapping says, which mapped_from gives too",
         "HybridLinearKVPool": "states belong to slots of the request pool, not to it",
     }
-    allowed = "MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool"
-    hint = f"Refused: {reasons[kind]}." if kind in reasons else ""
+    allowed = "MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool, and those with codes in MXFP8 or FP4"
+    hint = f"Refused: {reasons[kind]}." if kind in reasons else not_rows(pool)
     raise SpecError(got=kind, where="tensors_from", allowed=allowed, hint=hint)
 
 
@@ -105,6 +109,30 @@ def mapped_from(pool: Any, spec: CacheSpec) -> Mapped:
     said = IndexMap(name=WINDOWS, of="token", count=len(array), page=page, first=page if page > 1 else 1, aligned=True)
     descriptor = describe(spec, tensors, layout, maps=[said])
     return Mapped(tensors, descriptor, {WINDOWS: array})
+
+
+def _of_codes(pool: Any) -> tuple[list[Any], Descriptor]:
+    """Codes and scales of every layer, by slots, and where fields of rows lie in them."""
+    spec = spec_from(pool)
+    if hasattr(pool, "k_buffer"):
+        both = [("key", pool.k_buffer, pool.k_scale_buffer), ("value", pool.v_buffer, pool.v_scale_buffer)]
+    else:
+        both = [("", pool.kv_buffer, pool.kv_scale_buffer)]
+    tensors: list[Any] = []
+    lines: list[Lines] = []
+    for layer, role, component in spec.components():
+        for part, (name, codes, scales) in zip(component.parts, both, strict=True):
+            for field, held in zip(part.format.fields, (codes[layer], scales[layer]), strict=True):
+                slot = held.stride(0) * held.element_size()
+                if slot != part.heads * field.nbytes or not held.is_contiguous():
+                    got = f"{field.name} of shape {tuple(held.shape)}"
+                    raise SpecError(got=got, where="tensors_from", allowed=f"{part.heads * field.nbytes} bytes a slot")
+                place = {"offset": 0, "block": pool.page_size * slot, "token": slot, "head": field.nbytes}
+                which = {"layer": layer, "role": role, "part": name, "field": field.name}
+                lines.append(Lines(**which, tensor=str(len(tensors)), **place))
+                tensors.append(held)
+    blocks = len(tensors[0]) // pool.page_size
+    return tensors, Descriptor(block_tokens=pool.page_size, blocks=blocks, lines=lines)
 
 
 def _of_heads(pool: Any) -> tuple[list[Any], dict[str, str]]:

@@ -321,6 +321,8 @@ def _scales(dims: int | None, code: str) -> Field:
 _ROPE = Field(name="rope", dims=64, code="bf16")
 _E4M3_FLOOR = 1e-4
 _E2M1_FLOOR = 6 * 2.0**-126
+_NVFP4_FLOOR = 6 * 2.0**-9
+_MXFP8_FLOOR = 1e-30
 _RANGE_FLOOR = 2.0**-100
 
 
@@ -356,6 +358,15 @@ def _int4(name: str, group: int, tokens: int = 1) -> Format:
         amax_floor=_RANGE_FLOOR,
         tokens=tokens,
     )
+
+
+def _grouped(
+    name: str, code: str, group: int, scale: str, rule: str, *, amax_floor: float = 0.0, scale_floor: float = 0.0
+) -> Format:
+    """Channels in groups, each with a scale that lies behind all codes."""
+    fields = _codes(None, code, group, scale, rule), _scales(None, scale)
+    planes = ("codes",), ("scales",)
+    return Format(name=name, fields=fields, planes=planes, amax_floor=amax_floor, scale_floor=scale_floor)
 
 
 def _per_token_head(name: str, code: str) -> Format:
@@ -400,7 +411,7 @@ FORMATS = Formats(
             fields=(_codes(512, "e2m1", 16, "e4m3", "e4m3"), _scales(32, "e4m3")),
             planes=(("codes",), ("scales",)),
             page_alignment=256,
-            amax_floor=6 * 2.0**-9,
+            amax_floor=_NVFP4_FLOOR,
         ),
         # FlashMLA's V3.2 row (tests/quant.py), everything inline; its SM100 kernel needs power-of-two scales. It floors
         # the scale before it is rounded up, not the group's maximum.
@@ -437,30 +448,10 @@ FORMATS = Formats(
             "index_nvfp4", _codes(128, "e2m1", 16, "e4m3", "e4m3"), _scales(8, "e4m3"), _E2M1_FLOOR, global_scaled=True
         ),
         # Classic K-V: one row is one head of one token.
-        Format(
-            name="int8_row",
-            fields=(_codes(None, "int8", 0, "fp32", "fp32"), _scales(None, "fp32")),
-            planes=(("codes",), ("scales",)),
-            amax_floor=_E4M3_FLOOR,
-        ),
-        Format(
-            name="fp8_row",
-            fields=(_codes(None, "e4m3", 0, "fp32", "fp32"), _scales(None, "fp32")),
-            planes=(("codes",), ("scales",)),
-            amax_floor=_E4M3_FLOOR,
-        ),
-        Format(
-            name="nf4_b64",
-            fields=(_codes(None, "nf4", 64, "fp32", "absmax"), _scales(None, "fp32")),
-            planes=(("codes",), ("scales",)),
-            amax_floor=_E4M3_FLOOR,
-        ),
-        Format(
-            name="mxfp4",
-            fields=(_codes(None, "e2m1", 32, "e8m0", "pow2"), _scales(None, "e8m0")),
-            planes=(("codes",), ("scales",)),
-            amax_floor=_E2M1_FLOOR,
-        ),
+        _grouped("int8_row", "int8", 0, "fp32", "fp32", amax_floor=_E4M3_FLOOR),
+        _grouped("fp8_row", "e4m3", 0, "fp32", "fp32", amax_floor=_E4M3_FLOOR),
+        _grouped("nf4_b64", "nf4", 64, "fp32", "absmax", amax_floor=_E4M3_FLOOR),
+        _grouped("mxfp4", "e2m1", 32, "e8m0", "pow2", amax_floor=_E2M1_FLOOR),
         # Four bits with an offset. Over channels: 5.0 and 4.5 bits; over 32 or 64 tokens of one channel: the same.
         _int4("int4_g32", 32),
         _int4("int4_g64", 64),
@@ -479,7 +470,7 @@ FORMATS = Formats(
                 Field(name="pad", dims=4, code="zero"),
             ),
             planes=(("codes", "rope"), ("scales", "pad")),
-            amax_floor=6 * 2.0**-9,
+            amax_floor=_NVFP4_FLOOR,
         ),
         # FlashMLA pull 18 in vLLM's repository ("nvfp4.fp8rope"), for V3.2: rotary channels are e4m3 without a scale.
         Format(
@@ -490,8 +481,12 @@ FORMATS = Formats(
                 _scales(32, "e4m3"),
             ),
             planes=(("codes", "rope", "scales"),),
-            amax_floor=6 * 2.0**-9,
+            amax_floor=_NVFP4_FLOOR,
         ),
+        # SGLang's pools of these --kv-cache-dtype, whose scales lie in tensors of their own. Its encoder of the second
+        # rounds ties away from zero, which is read alike.
+        _grouped("mxfp8", "e4m3", 32, "e8m0", "pow2", amax_floor=_MXFP8_FLOOR),
+        _grouped("fp4_mx_block16", "e2m1", 16, "e8m0", "pow2", scale_floor=1e-10),
     )
 )
 

@@ -14,11 +14,12 @@ from kvcore.interop.sglang_tensors import pages_of, rings_of, tensors_from
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
 from tests.engines.wheels import own_modules
 
-pools, states, latent = own_modules(
+pools, states, latent, methods = own_modules(
     "sglang",
     "srt.mem_cache.memory_pool",
     "srt.mem_cache.deepseek_v4_compress_state",
     "srt.mem_cache.deepseek_v4_memory_pool",
+    "srt.layers.quantization.fp4_kv_cache_quant_method",
 )
 
 PAGE, TOKENS = 64, 150
@@ -123,6 +124,108 @@ def test_latent_rows_of_its_pool():
     assert cache.digest([again]) == cache.digest([request])
     slots, others = ([table[at // PAGE] * PAGE + at % PAGE for at in range(TOKENS)] for table in ([4, 2, 3], [5, 1, 0]))
     assert torch.equal(pool.kv_buffer[1][others].view(torch.int16), pool.kv_buffer[1][slots].view(torch.int16))
+
+
+def floats(format, codes, scales):
+    """What rows mean: of heads [rows, heads, bytes] and their scales [rows, heads, groups]."""
+    if format == "mxfp8":
+        values = codes.view(torch.float8_e4m3fn).float()
+    else:
+        levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        values = levels[(nibbles & 7).long()] * torch.where(nibbles >= 8, -1.0, 1.0)
+    group = values.shape[-1] // scales.shape[-1]
+    return values * torch.exp2(scales.float() - 127).repeat_interleave(group, -1)
+
+
+def fill(*of):
+    """Codes and scales of any bytes, none of them a NaN."""
+    for codes, scales in zip(*of, strict=True):
+        random(codes)
+        scales.view(torch.uint8)[:] = torch.randint(120, 134, scales.shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", ["MHATokenToKVPoolMXFP8", "MHATokenToKVPoolFP4", "by a quant method"])
+def test_codes_with_scales_in_tensors_of_their_own(kind, monkeypatch):
+    heads = {"head_num": 2, "head_dim": 64, "enable_alt_stream": False}
+    where = {"size": 5 * PAGE, "page_size": PAGE, **COMMON, **heads}
+    if kind == "by a quant method":
+        method = SimpleNamespace(
+            name="fp4_mx_block16",
+            create_buffers=methods.FP4MXBlock16KVCacheMethod.create_buffers.__get__(
+                SimpleNamespace(
+                    SCALE_BLOCK_SIZE=16, kv_storage_dtype=lambda: torch.uint8, dequant_workspace_dtype=lambda: None
+                )
+            ),
+            dequant_workspace_dtype=lambda: None,
+        )
+        monkeypatch.setattr(pools.MHATokenToKVPool, "is_quantized_kv_cache", True)
+        pool = pools.MHATokenToKVPool(dtype=torch.uint8, quant_method=method, **where)
+    else:
+        dtype = torch.float8_e4m3fn if kind.endswith("MXFP8") else torch.uint8
+        pool = getattr(pools, kind)(dtype=dtype, **where)
+    format = "mxfp8" if kind.endswith("MXFP8") else "fp4_mx_block16"
+    fill(pool.k_buffer, pool.k_scale_buffer)
+    fill(pool.v_buffer, pool.v_scale_buffer)
+    spec = sglang.spec_from(pool)
+    assert spec.layers[0].kv.key_format == format
+    tensors, layout = tensors_from(pool)
+    cache = kvcore.adopt(spec, tensors, layout=layout)
+    request = cache.admit(blocks=[4, 2, 3], length=TOKENS)
+    slots, others = ([table[at // PAGE] * PAGE + at % PAGE for at in range(TOKENS)] for table in ([4, 2, 3], [5, 1, 0]))
+    with cache.step({request: 0}) as step:
+        keys, values, _ = step.layer(1).gather_kv()
+    bytes_of = lambda held: held.view(torch.uint8).reshape(len(held), 2, -1)  # noqa: E731
+    for found, codes, scales in (
+        (keys, pool.k_buffer, pool.k_scale_buffer),
+        (values, pool.v_buffer, pool.v_scale_buffer),
+    ):
+        want = floats(format, bytes_of(codes[1])[slots], bytes_of(scales[1])[slots])
+        assert torch.equal(found[0, :TOKENS].float(), want)
+    # Into kvcore's own pools and back, to other pages: the engine finds the same codes there.
+    again = cache.import_request(moved(spec, cache, request), into=cache.admit(blocks=[5, 1, 0]))
+    assert cache.digest([again]) == cache.digest([request])
+    for held in (*pool.k_buffer, *pool.v_scale_buffer):
+        assert torch.equal(bytes_of(held)[others], bytes_of(held)[slots])
+    # And a step writes rows that it reads.
+    rows = torch.randn(1, 2, 64)
+    with cache.step({request: 1}) as step:
+        for layer in range(2):
+            step.layer(layer).append_kv(rows, rows)
+    at = 3 * PAGE + TOKENS - 2 * PAGE
+    stored = floats(format, bytes_of(pool.v_buffer[0])[[at]], bytes_of(pool.v_scale_buffer[0])[[at]])
+    assert (stored - rows).abs().max() < rows.abs().max() * (0.07 if format == "mxfp8" else 0.27)
+
+
+def test_latent_rows_in_four_bits():
+    pool = pools.MLATokenToKVPoolFP4(
+        size=5 * PAGE, page_size=PAGE, dtype=torch.uint8, kv_lora_rank=64, qk_rope_head_dim=32, **COMMON
+    )
+    fill(pool.kv_buffer, pool.kv_scale_buffer)
+    spec = sglang.spec_from(pool)
+    tensors, layout = tensors_from(pool)
+    cache = kvcore.adopt(spec, tensors, layout=layout)
+    request = cache.admit(blocks=[4, 2, 3], length=TOKENS)
+    slots = [[4, 2, 3][at // PAGE] * PAGE + at % PAGE for at in range(TOKENS)]
+    with cache.step({request: 0}) as step:
+        rows = step.layer(1).gather_rows("entries").rows[0, :TOKENS]
+    assert torch.equal(rows[:, :48], pool.kv_buffer[1][slots, 0])
+    assert torch.equal(rows[:, 48:], pool.kv_scale_buffer[1][slots])
+    again = cache.import_request(moved(spec, cache, request), into=cache.admit(blocks=[5, 1, 0]))
+    assert cache.digest([again]) == cache.digest([request])
+
+
+def test_codes_that_no_format_reads_alone_are_refused_with_the_reason():
+    where = {"size": 3 * 128, "page_size": 128, "head_num": 2, "head_dim": 128, "enable_alt_stream": False, **COMMON}
+    pages = pools.MHATokenToKVPoolMXFP8(dtype=torch.float8_e4m3fn, **where)
+    nvfp4 = type("MHATokenToKVPool", (SimpleNamespace,), {})(
+        quant_method=SimpleNamespace(name="nvfp4"), kv_cache_layout="nhd", k_scale_buffer=[]
+    )
+    for pool, reason in ((pages, "chunks of 32"), (nvfp4, "scale of every layer")):
+        with pytest.raises(SpecError, match=reason):
+            sglang.spec_from(pool)
+    with pytest.raises(SpecError, match=r"MHATokenToKVPoolMXFP8.*chunks of 32"):
+        tensors_from(pages)
 
 
 def test_windows_entries_index_keys_and_states_of_its_deepseek_v4_pools():

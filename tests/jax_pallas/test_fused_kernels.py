@@ -43,6 +43,8 @@ OUTSIDE = (
     "int4_g64",
     "int4_ch32",
     "int4_ch64",
+    "mxfp8",
+    "fp4_mx_block16",
     *PER_HEAD,
 )
 IN_KERNELS = [name for name in FORMATS if name not in OUTSIDE]

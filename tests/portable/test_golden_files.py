@@ -27,7 +27,7 @@ FIRST, ALL = 14819178949510838875, 4192867769966869283
 """Digests of the first request and of all three, as they were where the files were written."""
 PAST = 11254040812821924935
 """Of the request with checkpoints."""
-EVERY = 7700024154035509551
+EVERY = 3769393715970843602
 """Of that of every format."""
 PROMPT = list(range(100, 121))
 

@@ -45,6 +45,8 @@ SIZED_BY_COMPONENT = {
     "int4_ch64": (72, 56, "fp32"),
     "int8_per_token_head": (132, 100, "fp32"),
     "fp8_per_token_head": (132, 100, "fp32"),
+    "mxfp8": (132, 99, "bf16"),
+    "fp4_mx_block16": (72, 54, "bf16"),
 }
 
 

@@ -10,7 +10,7 @@ TOKENS = 70
 """A full block and part of the next; over tokens, two closed groups of 32 or one of 64, and an open one."""
 
 HEADS = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4", "int4_g32", "int4_g64")
-PER_TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head")
+PER_TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "mxfp8", "fp4_mx_block16")
 LATENT = ("v4_584", "v41_528", "v41_fp4_288", "row_580", "mxfp4_368", "v4_nvfp4_384")
 INDEX = ("index_fp8_132", "index_fp8_132_fp32scale", "index_fp4_68", "index_nvfp4")
 
