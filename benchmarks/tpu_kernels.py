@@ -177,7 +177,7 @@ KERNELS: dict[str, Kernel] = {
             "attend_kv",
             "a chunk of keys and values",
             inner=True,
-            quick=format in ("bf16", "mxfp4", "nf4_b64"),
+            quick=format in ("bf16", "mxfp4"),
         )
         for format in ("bf16", "fp8_row", "int8_row", "mxfp4", "nf4_b64")
     },

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import settings
 
 import kvcore
+from tests.support import samples
 from tests.support.backends_under_test import BACKENDS, Codec, seed_of
-from tests.support.samples import quick
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 settings.load_profile("ci")
@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     rule = "of its cases those are run that show a word of an id, on a backend, which none before does"
     config.addinivalue_line("markers", f"sampled: {rule}; --every and -k take all")
+    samples.EVERY = config.getoption("every")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -37,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("sampled"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
-    left = {id for ids in tests.values() for id in set(ids) - set(quick(ids))}
+    left = {id for ids in tests.values() for id in set(ids) - set(samples.quick(ids))}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
     items[:] = [item for item in items if item.nodeid not in left]
 

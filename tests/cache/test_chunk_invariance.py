@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Window
 from tests.support import scene
+from tests.support.samples import examples
 
 LONGEST = 1000
 REQUESTS = 3
@@ -177,7 +178,9 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[dict[int, int
     return lengths, drafts, steps
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(8, 20), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(schedule=schedules())
 def test_random_splits(backend, schedule):
     lengths, drafts, steps = schedule
@@ -200,7 +203,7 @@ def test_random_splits(backend, schedule):
 @pytest.mark.sampled
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_calls(backend, size):
-    lengths = [130, 64, 101]
+    lengths = [130, 64, 101] if size > 4 else [70, 37, 51]  # of many calls shorter ones, longer than all rings
     cache = create(backend, 0)
     requests = [cache.admit() for _ in lengths]
     while any(request.length < length for request, length in zip(requests, lengths, strict=True)):

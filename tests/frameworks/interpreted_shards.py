@@ -11,7 +11,7 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 # A device's thread that waits for the interpreter must not be the one that the interpreter waits for.
 os.environ["NPROC"] = "16"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 " + os.environ.get("XLA_FLAGS", "")
 
 from benchmarks import two_gpus_kernels
 from kvcore.backends.jax_pallas import run_triton

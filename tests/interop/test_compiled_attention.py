@@ -159,6 +159,7 @@ def test_generate(make):
     assert len(traced.operators) == 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "attention"),
     [

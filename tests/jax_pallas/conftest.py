@@ -21,6 +21,11 @@ if find_spec("jax"):
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what is compiled for TPUs, a minute and more in a test: at the end one worker would wait for the other."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_tpu_"))
+
+
 @pytest.fixture(autouse=True)
 def no_race(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     """The interpreter of TPU kernels prints the races that it finds and goes on: here they fail the test."""

@@ -13,7 +13,8 @@ from math import prod
 KIND, PLANS, STEPS = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
 PROCESS, PROCESSES, PORT = (int(word) for word in sys.argv[4:]) if len(sys.argv) > 4 else (0, 1, 0)
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // PROCESSES} --xla_backend_optimization_level=0"
+DEVICES = f"--xla_force_host_platform_device_count={8 // PROCESSES} "
+os.environ["XLA_FLAGS"] = DEVICES + os.environ.get("XLA_FLAGS", "")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

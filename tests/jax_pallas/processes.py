@@ -10,8 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 def start(program: str, *arguments: object) -> subprocess.Popen[str]:
     """A program of this folder, begun."""
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     line = [sys.executable, "-m", f"tests.jax_pallas.{program}", *map(str, arguments)]
     return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -8,7 +8,8 @@ import sys
 
 KIND, (PROCESS, PROCESSES, PORT) = sys.argv[1], (map(int, sys.argv[2:]) if len(sys.argv) > 2 else (0, 1, 0))
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // PROCESSES}"
+DEVICES = f"--xla_force_host_platform_device_count={8 // PROCESSES} "
+os.environ["XLA_FLAGS"] = DEVICES + os.environ.get("XLA_FLAGS", "")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -1,6 +1,10 @@
 """A program for eight forced host devices: caches over a mesh against the reference; prints what differs."""
 
+import os
 import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 
 import jax
 import numpy as np

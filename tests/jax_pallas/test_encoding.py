@@ -77,6 +77,7 @@ def test_bf16_rounding_survives_the_simplifier(rng: np.random.Generator) -> None
     assert np.array_equal(np.asarray(jax.jit(encoding.to_bf16)(values)), reference.to_bf16(values))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["planar", "tpu_tile"])
 @pytest.mark.parametrize("role", ["window", "entries", "kv"])
 @pytest.mark.parametrize("kind", ["scaled", "plain"])
@@ -91,6 +92,7 @@ def test_new_code_is_refused(kind: str, role: str, layout: str) -> None:
             encoding.decode(formats[kind], jnp.ones((1, formats[kind].row_bytes), jnp.uint8))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [1e5, np.finfo(np.float32).max], ids=str)
 @pytest.mark.parametrize("name", [name for name in FORMATS if not FORMATS[name].hadamard])
 def test_no_finite_value_reads_as_infinite(name: str, value: float) -> None:

@@ -166,6 +166,7 @@ def test_pools_of_another_framework_are_refused() -> None:
     assert cache.pools is before
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
 @pytest.mark.parametrize("new", [1, 4])
 def test_an_exception_after_functional_verbs_leaves_the_old_rows(new: int, donated: tuple[int, ...]) -> None:

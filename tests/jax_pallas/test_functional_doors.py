@@ -17,6 +17,7 @@ CHECKS = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", [(0, 0), (2, 3)], ids=str)
 @pytest.mark.parametrize("step", ["no requests", "no tokens", "one of two has some"])
 def test_zero_sizes_answer_as_the_reference(step: str, sizes: tuple[int, int]) -> None:

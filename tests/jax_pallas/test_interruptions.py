@@ -2,8 +2,9 @@
 
 from tests.reliability import interrupt
 from tests.support.backends_under_test import seed_of
+from tests.support.samples import examples
 
-EVERY = 48
+EVERY = examples(96, 48)
 
 
 def test_lines_of_kvcore(tmp_path) -> None:
@@ -18,4 +19,4 @@ def test_lines_of_kvcore(tmp_path) -> None:
             tried += 1
             broken += [(verb.name, n, error) for error in check.point(n) or ()]
     assert broken == []
-    assert tried > 100
+    assert tried > 60

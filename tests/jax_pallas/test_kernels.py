@@ -38,6 +38,7 @@ def random_pool(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) -
     return rng.standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("tile", "dtype"), TILES)
 @pytest.mark.parametrize("count", [3, 8, 11])
 def test_rows_are_written_and_read_where_they_belong(tile, dtype, count, rng) -> None:

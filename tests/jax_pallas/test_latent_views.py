@@ -51,6 +51,7 @@ def rounded(rows: jax.Array, format: str) -> jax.Array:
     return jnp.asarray(ops.decode(format, ops.encode(format, flat)), jnp.float32).reshape(rows.shape)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", GIVEN)
 @pytest.mark.parametrize("cut", [(11,), (6, 1, 4)], ids=str)
 def test_latent_attention_is_that_of_plain_jnp(model: str, cut: tuple[int, ...]) -> None:

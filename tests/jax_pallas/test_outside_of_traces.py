@@ -62,6 +62,7 @@ def right() -> int:
     return cache.digest()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("check", [False, True], ids=["fast", "checked"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_changes_a_cache_is_refused_in_a_trace(way: str, check: bool, right: int) -> None:

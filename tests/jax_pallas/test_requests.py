@@ -17,6 +17,7 @@ PADDING = {"pad_tokens": 16, "pad_requests": 2}
 PROMPT = list(range(100, 145))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", hand_over.SPECS.values(), ids=lambda spec: spec.name)
 @pytest.mark.parametrize("backends", ROUTES, ids=" to ".join)
 def test_a_hand_over_travels_as_the_bytes_written_down(spec: CacheSpec, backends: tuple[str, ...]) -> None:

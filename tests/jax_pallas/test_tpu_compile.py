@@ -14,19 +14,26 @@ from kvcore.parity.html import LADDER
 from tests.jax_pallas.compile_tpu import compiled, fault, record
 from tests.jax_pallas.tpu_cases import CHIPS as EVERY_CHIP
 from tests.jax_pallas.tpu_cases import KERNELS, STEPS
-from tests.support.samples import covering
+from tests.support.samples import fewest
 
 RECORDS = [Path(__file__).parents[2] / "records" / f"compile_tpu{more}.json" for more in ("", "_coded")]
 """The second is of formats in codes of four and eight bits that kernels were taught since."""
 CHIPS = ("v6e", "v5e", "v5p", "v7x")
-"""The first compiles every case, the others one of each verb."""
+"""Each compiles one case of each verb at least, the first a whole step."""
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
 
 
 def sample() -> list[tuple[str, str]]:
-    """(chip, case): every verb on every chip, every case on some."""
-    return covering(product(CHIPS, (*KERNELS, *STEPS)), lambda point: {point[1], (point[0], verb_of(point[1]))})
+    """(chip, case): every verb on every chip, every case on some; of cases that show as much what compiles soonest."""
+    seconds = {
+        (one.how.split(",")[0].removeprefix("TPU "), one.check): one.seconds
+        for path in RECORDS
+        for one in parity.read(path).checks
+    }
+    points = sorted(product(CHIPS, KERNELS), key=lambda point: seconds.get(point, 0.0))
+    found = fewest(points, lambda point: {point[1], (point[0], verb_of(point[1]))})
+    return [*found, *((CHIPS[0], step) for step in STEPS)]
 
 
 def verb_of(case: str) -> str:
@@ -47,7 +54,8 @@ def test_kernels_and_a_step_compile_and_update_their_pools_in_place(chip: str, r
 def test_every_case_is_compiled_and_every_verb_for_every_chip() -> None:
     chosen, cases = sample(), {*KERNELS, *STEPS}
     assert {case for _, case in chosen} == cases
-    assert {(chip, verb_of(case)) for chip, case in chosen} == set(product(CHIPS, map(verb_of, cases)))
+    of_kernels = {(chip, verb_of(case)) for chip, case in chosen if case in KERNELS}
+    assert of_kernels == set(product(CHIPS, map(verb_of, KERNELS)))
 
 
 @needs_libtpu

@@ -42,6 +42,7 @@ def seen(appended):
     return [[keys[b, some, 0, 0].astype(int).tolist() for some in mask[b]] for b in range(len(mask))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cut", [(10,), (6, 4), (1, 8, 1), (3, 3, 4)], ids=str)
 @pytest.mark.parametrize("layer", list(LAYERS))
 def test_every_query_sees_what_it_should(layer, cut):

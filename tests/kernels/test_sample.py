@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 from tests.support import ahead_of_time  # noqa: E402
 from tests.support.ahead_of_time import Record, Resources, check, formats_of, sample  # noqa: E402
 from tests.support.backends_under_test import BACKENDS  # noqa: E402
-from tests.support.samples import covering, quick  # noqa: E402
+from tests.support.samples import covering, fewest, quick  # noqa: E402
 
 COMPILED, RECORDED = Resources(64, 0, 0, 512, 4), Resources(32, 0, 0, 256, 4)
 
@@ -58,6 +58,9 @@ def test_what_is_left_out_is_what_the_record_says(known, compiles, found, monkey
 def test_a_sample_takes_what_shows_something_new():
     assert covering(["ab", "b", "bc", "ca"], set) == ["ab", "bc"]
     assert covering([], set) == []
+    assert fewest(["ab", "b", "bcd", "ca", "a"], set) == ["bcd", "ab"]
+    assert fewest(["", "a"], set) == ["a"]
+    assert fewest([], set) == []
 
 
 @pytest.mark.parametrize(

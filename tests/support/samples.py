@@ -7,6 +7,13 @@ from typing import TypeVar
 from tests.support.backends_under_test import BACKENDS
 
 Point = TypeVar("Point")
+EVERY = False
+"""Whether all was asked for, by ``--every``."""
+
+
+def examples(few: int, many: int) -> int:
+    """How many examples are drawn, or every which point is tried: by default, and where all is asked for."""
+    return many if EVERY else few
 
 
 def covering(points: Iterable[Point], shows: Callable[[Point], set[Hashable]]) -> list[Point]:
@@ -18,6 +25,20 @@ def covering(points: Iterable[Point], shows: Callable[[Point], set[Hashable]]) -
         if new:
             chosen.append(point)
             seen |= new
+    return chosen
+
+
+def fewest(points: Iterable[Point], shows: Callable[[Point], set[Hashable]]) -> list[Point]:
+    """Points that show all that any does, each the one that shows most of what is left; of equals the first."""
+    left = {point: shows(point) for point in points}
+    chosen = []
+    while left:
+        point = max(left, key=lambda each: len(left[each]))
+        shown = left.pop(point)
+        if not shown:
+            break
+        chosen.append(point)
+        left = {each: rest for each, shows in left.items() if (rest := shows - shown)}
     return chosen
 
 
