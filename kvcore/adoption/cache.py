@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcore.adoption.descriptor import Descriptor, IndexMap, check, region_plan
 from kvcore.adoption.given import GivenManager
-from kvcore.adoption.maps import read_maps
+from kvcore.adoption.maps import Index, read_maps
 from kvcore.adoption.memory import device_of, framework, tensors_of
 from kvcore.adoption.pages import Held, Pages
 from kvcore.adoption.regions import Slots, foreign_plan, foreign_pools
@@ -126,7 +126,9 @@ def adopt(
     slots = Slots(plan, stretches, named)
     ops.allocate, ops.reset_slots, ops.copy_slots = (lambda: pools), slots.reset, slots.copy
     pages = Pages(plan, stretches, named, descriptor.maps_by_name, arrays)
-    manager = GivenManager(plan, pages, sealed=any(tensor.sealed for tensor in named.values()))
+    said = next((one for one in descriptor.maps or () if one.of == "block"), None)
+    index = None if said is None else Index(said, arrays[said.name], plan.block_tokens, plan.blocks)
+    manager = GivenManager(plan, pages, index, sealed=any(tensor.sealed for tensor in named.values()))
     return AdoptedCache(plan, chosen, cast("Ops", ops), descriptor, manager, check=check_rows)
 
 
@@ -206,7 +208,8 @@ class AdoptedCache(Cache):
             manager = self._manager
             # What had left its rings is not known to be there.
             record = RequestRecord(length=count, floor=state._floor(count), tokens=None, salt=None, checkpoints=[])
-            manager.coming, manager.wanted, held.coming = given, wanted, tables
+            manager.look_up()
+            manager.coming, manager.wanted, held.coming = manager.units(given), wanted, tables
             try:
                 content = held.content(owned, count)
                 request: Request = state.restore(
@@ -275,8 +278,11 @@ class AdoptedCache(Cache):
 
     def _blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
         found = tuple(-1 if (count := as_count(block)) is None else count for block in blocks)
-        wrong = [block for block, count in zip(blocks, found, strict=True) if not 0 <= count < self.plan.blocks]
+        index = self._manager.index
+        limit = self.plan.blocks if index is None else index.said.count
+        wrong = [block for block, count in zip(blocks, found, strict=True) if not 0 <= count < limit]
         if wrong or len(set(found)) < len(found):
-            got = f"blocks {list(blocks)!r}"
-            raise ShapeError(got=got, where="blocks", allowed=f"numbers below {self.plan.blocks}, each once")
+            raise ShapeError(
+                got=f"blocks {list(blocks)!r}", where="blocks", allowed=f"numbers below {limit}, each once"
+            )
         return found

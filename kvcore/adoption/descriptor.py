@@ -27,19 +27,19 @@ class IndexMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How places are read from a tensor of integers of the owner's, which changes as it gives out and takes back.
 
     Place n of a map of tokens is in page ``n div page``, at row ``n mod page`` modulo the lines' ``rows``: pages of
-    fewer rows keep the newest ones, as rings do. A map of slots has numbers of rings.
+    fewer rows keep the newest ones, as rings do. A map of slots has numbers of rings, one of blocks where those lie.
 
     Attributes:
         name: which lines name it by, and under which the tensor is given.
-        of: what is looked up: ``token``, row r of block b as b · block_tokens + r; or ``slot``, a request's.
+        of: what is looked up: ``token``, row r of block b as b · block_tokens + r; ``slot``, a request's; or ``block``.
         count: numbers that can be looked up.
-        page: places of a page; 1 of slots.
+        page: places of a page; 1 of slots and blocks.
         first: the least place. What is less says that there is none.
         aligned: a token's place in its page is its row in the block, modulo ``page``.
     """
 
     name: str
-    of: Literal["token", "slot"]
+    of: Literal["token", "slot", "block"]
     count: int
     page: int = 1
     first: int = 0
@@ -64,7 +64,7 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         kind: ``block``, ``ring`` or ``page``.
         units: rings or pages; 0 for blocks.
         rows: of a ring or page; 0 for blocks.
-        map: name of the map that pages (of tokens) or rings (of slots) are looked up in; empty without one.
+        map: name of the map that pages (of tokens), rings (of slots) or blocks are looked up in; empty without one.
     """
 
     layer: int
@@ -83,8 +83,8 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def in_place(self) -> bool:
-        """Whether a slot or a block is where its rows lie, with nothing to look up."""
-        return self.kind != "page" and not self.map
+        """Whether a slot, or where a block lies, is a number of units, with no rows to look up."""
+        return self.kind == "block" or (self.kind == "ring" and not self.map)
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,7 +93,7 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         form, version: of this.
         block_tokens: tokens of a block, the spec's.
-        blocks: how many there are.
+        blocks: how many there are; with a map of them, places for them.
         lines: one for every field of every part of every component that is not shared.
         maps: that lines name; not written where there are none.
     """
@@ -203,6 +203,11 @@ def check(plan: CachePlan, descriptor: Descriptor, sizes: Mapping[str, int]) -> 
             raise SpecError(got=f"{key} twice", where="descriptor", allowed="each field once")
         told[key] = lines
     found: dict[tuple[Any, ...], Stretch] = {}
+    looked_up = {lines.map for lines in descriptor.lines if lines.kind == "block"}
+    if len(looked_up) > 1:
+        raise SpecError(
+            got=f"blocks by maps {sorted(looked_up)}", where="descriptor", allowed="one map, or none, for all"
+        )
     for region, field, nbytes in fields_of(plan):
         key = region.layer, region.role, region.part, field
         if key not in told:
@@ -235,13 +240,16 @@ def _checked_maps(plan: CachePlan, descriptor: Descriptor) -> dict[str, IndexMap
         raise SpecError(got=[one.name for one in descriptor.maps or ()], where="descriptor: maps", allowed="each once")
     for one in maps.values():
         where = f"descriptor: map {one.name!r}"
-        least = descriptor.blocks * descriptor.block_tokens if one.of == "token" else plan.slots
+        least = {"token": descriptor.blocks * descriptor.block_tokens, "slot": plan.slots, "block": 1}[one.of]
         if not least <= one.count <= LARGEST:
             raise SpecError(got=f"{one.count} numbers", where=where, allowed=f"{least} or more, one for each {one.of}")
         if not 1 <= one.page <= (LARGEST if one.of == "token" else 1):
-            raise SpecError(got=f"pages of {one.page} places", where=where, allowed="1 or more; 1 of slots")
+            raise SpecError(got=f"pages of {one.page} places", where=where, allowed="1 or more; 1 of slots and blocks")
         if not 0 <= one.first <= LARGEST:
             raise SpecError(got=f"first place {one.first}", where=where, allowed="0 or more")
+        if one.of == "block" and (one.aligned or len(maps) > 1):
+            got = "an aligned map of blocks" if one.aligned else "a map of blocks beside others"
+            raise SpecError(got=got, where=where, allowed="one that is alone, of whole blocks")
         if one.aligned and descriptor.block_tokens % one.page:
             allowed = f"pages of which {descriptor.block_tokens} tokens, a block, are a multiple"
             raise SpecError(got=f"aligned pages of {one.page} places", where=where, allowed=allowed)
@@ -260,8 +268,10 @@ def _stretch(lines: Lines, region: Region, nbytes: int, plan: CachePlan, maps: M
     """
     one = Stretch(lines, region, nbytes, region.rows, plan.blocks)
     if region.growth == "block":
-        if (lines.kind, lines.units, lines.rows, lines.map) != ("block", 0, 0, ""):
+        if (lines.kind, lines.units, lines.rows) != ("block", 0, 0):
             raise SpecError(got=f"{lines.kind}s", where=one.name, allowed="the descriptor's blocks")
+        if lines.map and (lines.map not in maps or maps[lines.map].of != "block"):
+            raise SpecError(got=f"map {lines.map!r}", where=one.name, allowed="a map of blocks, or none")
         return one
     if lines.kind == "block":
         raise SpecError(got="blocks", where=one.name, allowed="rings or pages: it grows with requests")

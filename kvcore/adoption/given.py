@@ -5,6 +5,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from kvcore.adoption.maps import Index
 from kvcore.adoption.pages import Pages, Table
 from kvcore.errors import BackendError, OutOfBlocks, OutOfSlots, RequestError
 from kvcore.plan import CachePlan
@@ -67,14 +70,16 @@ class GivenManager(Manager):
     """Requests of an adopted cache; see ``Manager``.
 
     Attributes:
-        given: blocks of live requests, all that they may use.
+        given: blocks of live requests, all that they may use, as the owner numbers them.
         pages: which pages they have of windows and tails.
+        index: the owner's map of blocks to where they lie; None: a block lies where its number says.
         sealed: nobody writes into the memory.
     """
 
-    def __init__(self, plan: CachePlan, pages: Pages, *, sealed: bool = False) -> None:
+    def __init__(self, plan: CachePlan, pages: Pages, index: Index | None = None, *, sealed: bool = False) -> None:
         super().__init__(plan)
         self.pages = pages
+        self.index = index
         self.sealed = sealed
         self.given: dict[Request, tuple[int, ...]] = {}
         self.coming: tuple[int, ...] = ()
@@ -101,12 +106,51 @@ class GivenManager(Manager):
         return super().reserve(salt)
 
     def blocks_given(self, request: Request) -> tuple[int, ...]:
-        """All that a request may use, in order of history."""
-        return self.given.get(request) or self._places[request].blocks
+        """Where all blocks lie that a request may use, in order of history."""
+        return self.units(self.given.get(request, ())) or self._places[request].blocks
+
+    def units(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Where the owner's blocks lie now.
+
+        Raises:
+            OutOfBlocks: the map has no place of one. ShapeError: a place that cannot be, or is another block's too.
+        """
+        if self.index is None or not blocks:
+            return tuple(blocks)
+        numbers = np.array(blocks, np.int64)
+        found = self.index.places(numbers)
+        if (found < 0).any():
+            raise OutOfBlocks(
+                got=f"no place of block {numbers[found < 0][0]} in map {self.index.said.name!r}",
+                where="blocks",
+                allowed="places of all blocks of a live request",
+                hint="Release a request before its blocks are taken back.",
+            )
+        self.index.check(numbers, found)
+        return tuple(found.tolist())
+
+    def look_up(self) -> None:
+        """Follow an owner that has moved blocks since, between steps: live requests' are where the map says now."""
+        if self.index is None or self._growing:
+            return
+        moved = False
+        for request, place in self._places.items():
+            # One that is being admitted has its own when it is.
+            units = self.units(self.given[request][: len(place.blocks)]) if request in self.given else place.blocks
+            if units != place.blocks:
+                place.blocks, moved = units, True
+        if moved:
+            self.mend({})
+
+    def check(self, request: object, where: str = "request", *, lost: bool = False) -> Request:
+        """See ``Manager``; its blocks are where they lie now."""
+        found = super().check(request, where, lost=lost)
+        self.look_up()
+        return found
 
     def give(self, request: Request, blocks: Sequence[int], pages: Mapping[tuple[int, str], Table]) -> None:
         """More of them, and of pages."""
-        self.given[request] = (*self.blocks_given(request), *blocks)
+        self.given[request] = (*(self.given.get(request) or self._places[request].blocks), *blocks)
         self.pages.add(request, pages)
 
     def check_writable(self, where: str) -> None:
@@ -126,6 +170,7 @@ class GivenManager(Manager):
     def read(self, given: Mapping[Any, Any]) -> Opening:
         """All of it, for others may have written down what the requests have."""
         self.forget_last()
+        self.look_up()
         return super().read(given)
 
     def grow(self, opening: Opening) -> dict[Request, BlockGrant]:
@@ -166,7 +211,7 @@ class GivenManager(Manager):
 
     def take_over(self, request: Request, place: RequestState, taken: TakenOver) -> None:
         """In the blocks that it was given."""
-        given = self.given.get(request, self.coming)
+        given = self.blocks_given(request) if request in self.given else self.coming
         self.pages.check(self.pages.held(request, given, place.slot), 0, taken.length, "import_request")
         if self.pages.coming is None:
             self.check_writable("import_request")
@@ -175,6 +220,14 @@ class GivenManager(Manager):
             self._check_alone(request, coming[: self.plan.blocks_for(taken.length)], set(), "import_request")
         self._given_blocks.coming = list(coming)
         super().take_over(request, place, taken)
+
+    def fork(self, source: RequestState) -> tuple[Request, RequestState]:
+        """See ``Manager``; both have the owner's numbers of their blocks."""
+        request, place = super().fork(source)
+        if self.index is not None:
+            numbers = next(self.given.get(one, ()) for one, other in self._places.items() if other is source)
+            self.given[request] = numbers[: len(place.blocks)]
+        return request, place
 
     def release(self, request: Request) -> list[int]:
         """Forget it; its blocks stay the engine's."""

@@ -48,7 +48,7 @@ ONE_PART = "NL_X_NB_BS_NH_HS"
 
 KINDS = {"rings": "ring", "pages": "page"}
 """First word of the layout of what grows with requests: ``NB`` and ``BS`` are rings and their rows, or pages and
-theirs. A second one is the name of the map that they are looked up in."""
+theirs. A second one is the name of the map that they are looked up in; ``blocks MAP NAME`` of history."""
 
 Lists = Mapping[str, Tensor]
 """Tensors by name: ``N``, ``N.0`` and ``N.1`` of pairs."""
@@ -125,13 +125,15 @@ def _said(regions: Sequence[Region], role: str, said: str | None) -> Said:
     """
     *words, name = (said or "").split(" ")
     slots = any(region.growth == "slot" for region in regions)
+    if not slots and len(words) == 2 and words[0] == "blocks":
+        return Said("block", words[1], name)
     if slots != (bool(words) and words[0] in KINDS) or len(words) > 2:
         raise SpecError(
             got=f"layout {said!r} of {role}",
             where="adopt: layout",
             allowed="'rings NAME' or 'pages NAME', or with a map 'pages MAP NAME'"
             if slots
-            else "a name: history lies in blocks",
+            else "a name, or with a map 'blocks MAP NAME': history lies in blocks",
             hint="Windows and tails are a ring for each request, or pages that a table of theirs lists.",
         )
     kind = KINDS[words[0]] if words else "block"

@@ -218,10 +218,12 @@ CODED = {
 READERS: dict[str, Callable[[Any, Given], list[LayerSpec]]] = {
     "MHATokenToKVPool": _by_heads,
     "SWAKVPool": _hybrid,
+    "UnifiedMHATokenToKVPool": _by_heads,
     "MHATokenToKVPoolMXFP8": _by_heads,
     "MHATokenToKVPoolFP4": _by_heads,
     "MLATokenToKVPool": _latent,
     "MLATokenToKVPoolFP4": _latent,
+    "UnifiedMLATokenToKVPool": _latent,
     "DSATokenToKVPool": _sparse,
     "DeepSeekV4TokenToKVPool": _v4,
 }

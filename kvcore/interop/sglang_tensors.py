@@ -22,6 +22,16 @@ WINDOWS = "full_to_swa"
 """Name of the map of tokens to slots of the windows' pool."""
 
 
+PAGES = "virtual_to_physical"
+"""Name of the map of pages to where they lie in the unified memory pool."""
+
+UNIFIED = {
+    "UnifiedMHATokenToKVPool": ("kv", ("k_buffer", "v_buffer"), "TWO_X_NL_X_NBBS_NH_HS"),
+    "UnifiedMLATokenToKVPool": ("entries", ("kv_buffer",), "NL_X_NBBS_ONE_HS"),
+}
+"""Pools of the unified memory pool -> role, attributes with a tensor for every layer, layout."""
+
+
 class Mapped(NamedTuple):
     """What ``kvcore.adopt(spec, tensors, layout=descriptor, maps=maps)`` takes."""
 
@@ -74,6 +84,8 @@ def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str] | Descriptor]:
     reasons = {
         "SWAKVPool": "rows of sliding layers lie where full_to_swa_index_mapping says, which mapped_from gives too",
         "DeepSeekV4TokenToKVPool": "windows lie where full_to_swa_index_mapping says, which mapped_from gives too",
+        "UnifiedMHATokenToKVPool": "pages lie where its allocator's table says, which unified_from gives too",
+        "UnifiedMLATokenToKVPool": "pages lie where its allocator's table says, which unified_from gives too",
         "HybridLinearKVPool": "states belong to slots of the request pool, not to it",
     }
     allowed = "MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool, and those with codes in MXFP8 or FP4"
@@ -109,6 +121,34 @@ def mapped_from(pool: Any, spec: CacheSpec) -> Mapped:
     said = IndexMap(name=WINDOWS, of="token", count=len(array), page=page, first=page if page > 1 else 1, aligned=True)
     descriptor = describe(spec, tensors, layout, maps=[said])
     return Mapped(tensors, descriptor, {WINDOWS: array})
+
+
+def unified_from(pool: Any, allocator: Any) -> Mapped:
+    """Tensors, descriptor and map of keys and values, or of latent rows, in SGLang's unified memory pool.
+
+    All layers of a slot lie together, and pages where a table of the allocator's says, which changes as it moves them
+    to make room for others. A request's blocks are pages as the scheduler numbers them.
+
+    Args:
+        pool: ``UnifiedMHATokenToKVPool`` or ``UnifiedMLATokenToKVPool``, whose spec ``spec_from`` gives.
+        allocator: its ``MultiEndedAllocator``.
+
+    Raises:
+        SpecError: another pool, or slots that several ranks share.
+    """
+    kind = type(pool).__name__
+    if kind not in UNIFIED:
+        raise SpecError(got=kind, where="unified_from", allowed=" or ".join(UNIFIED))
+    if allocator.page_size != pool.page_size:
+        got = f"pages of {allocator.page_size} tokens in {pool.page_size} slots"
+        raise SpecError(got=got, where="unified_from", allowed="a slot for every token: each rank has all of them")
+    role, attributes, name = UNIFIED[kind]
+    lists = [list(getattr(pool, attribute)) for attribute in attributes]
+    table = allocator.virtual_to_physical
+    said = IndexMap(name=PAGES, of="block", count=len(table), first=allocator.min_page_index)
+    tensors = lists if len(lists) > 1 else lists[0]
+    descriptor = describe(spec_from(pool), tensors, {role: f"blocks {PAGES} {name}"}, maps=[said])
+    return Mapped(tensors, descriptor, {PAGES: table})
 
 
 def _of_codes(pool: Any) -> tuple[list[Any], Descriptor]:

@@ -72,5 +72,6 @@ class Blocks:
         return list(blocks[len(pages) :])
 
     def _row(self, blocks: Sequence[int]) -> StepRequest:
-        """The blocks as those of a request."""
-        return StepRequest(0, len(blocks) * self.cache.spec.block_tokens, 0, tuple(blocks), 0)
+        """The blocks as those of a request, where they lie now."""
+        manager: Any = self.cache._state.manager
+        return StepRequest(0, len(blocks) * self.cache.spec.block_tokens, 0, manager.units(blocks), 0)

@@ -345,7 +345,17 @@ BAD = {
     "two of a name": (lambda d: msgspec.structs.replace(d, maps=[SWA, SWA]), "each once"),
     "history that is looked up": (
         lambda d: msgspec.structs.replace(d, lines=[msgspec.structs.replace(d.lines[0], map="swa"), *d.lines[1:]]),
-        "the descriptor's blocks",
+        "one map, or none, for all",
+    ),
+    "history that is looked up by tokens": (
+        lambda d: msgspec.structs.replace(
+            d, lines=[msgspec.structs.replace(one, map="swa") if one.kind == "block" else one for one in d.lines]
+        ),
+        "a map of blocks, or none",
+    ),
+    "a map of blocks beside others": (
+        lambda d: msgspec.structs.replace(d, maps=[SWA, IndexMap(name="moved", of="block", count=9)]),
+        "one that is alone",
     ),
     "rings of pages whose places do not follow": (lambda d: changed(d, aligned=False), "which is aligned"),
     "rings of pages that are too short": (lambda d: line_of(d, rows=2), "2 pages of|10 pages of 2 rows"),

@@ -40,6 +40,7 @@ OWN = {
         "srt.mem_cache.allocator.paged",
         "srt.mem_cache.allocator.swa",
         "srt.mem_cache.allocator.token",
+        "srt.mem_cache.allocator.unified_sub_pool",
         "srt.mem_cache.base_swa_memory_pool",
         "srt.mem_cache.deepseek_v4_compress_state",
         "srt.mem_cache.deepseek_v4_memory_pool",
@@ -47,6 +48,7 @@ OWN = {
         "srt.mem_cache.layout.token_major",
         "srt.mem_cache.memory_pool",
         "srt.mem_cache.swa_memory_pool",
+        "srt.mem_cache.unified_memory_pool",
     ),
     "lmcache": ("v1.storage_backend.abstract_backend",),
 }
@@ -94,6 +96,9 @@ class _Nothing(metaclass=_Named):
 
     def __bool__(self) -> bool:
         return False
+
+    def __float__(self) -> float:
+        return 0.0
 
 
 class _Stub(types.ModuleType):
