@@ -70,7 +70,11 @@ TABLE = {
         ("        if len(taken) < count:\n", "        if False:\n", "nobody says that blocks are missing"),
         ("        self.given.pop(request, None)\n", "", "what was given is kept"),
         ("        if self.sealed:\n", "        if False:\n", "arrays of JAX are written to"),
-        ("                place.blocks, moved = units, True\n", "                moved = True\n", "moved blocks are not followed"),
+        (
+            "                place.blocks, moved = units, True\n",
+            "                moved = True\n",
+            "moved blocks are not followed",
+        ),
         ("        if moved:\n            self.mend({})\n", "", "who has a block is known by where it was"),
     ],
     "store/blocks.py": [
