@@ -17,6 +17,7 @@ from tests.reliability import (
     command,
     corruption,
     crash,
+    descriptors,
     fuzz,
     hybrid,
     isolation,
@@ -54,6 +55,14 @@ def test_r14_one_bit_is_found_wherever_it_lies(monkeypatch):
     monkeypatch.setattr("kvcore.portable.snapshot.damaged", lambda *_: [])
     missed = one_bit.run(pages=400, seed=3)["missed"]
     assert [name for name, count in missed.items() if count > 1] == ["file", "host tier", "on its way"]
+
+
+def test_r15_a_wrong_descriptor_is_refused_or_shows(monkeypatch):
+    found = descriptors.run(count=60, seed=2)
+    assert (found["divergences"], found["descriptors"]) == (0, found["named"] + 60)
+    assert min(found["refused"], found["shown by rows"]) > 20
+    monkeypatch.setattr("kvcore.adoption.cache.AdoptedCache.compare", lambda *_, **__: None)
+    assert descriptors.run(count=0, seed=2)["divergences"] > 20
 
 
 def assert_told_short(record, capsys, longest):
