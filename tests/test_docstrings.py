@@ -8,10 +8,13 @@ import pytest
 import kvcore
 from kvcore import plan, spec
 from kvcore.cache import Cache, LayerHandle, Step
+from kvcore.ops import Ops
 from kvcore.plugins import use_backend
+from kvcore.portable.convert import with_formats
 from kvcore.requests.request import Request
+from kvcore.store import BlockStore
 
-# With the examples of a class, those of its methods begin.
+# With the examples of a class, those of its methods begin; these must have some, and whatever else has some is run.
 CLASSES = {
     Cache: "admit step truncate release fork checkpoint restorable fits export_request save",
     Step: "from_batch abort",
@@ -21,8 +24,14 @@ CLASSES = {
 FUNCTIONS = [
     kvcore.create_cache, kvcore.load, kvcore.to_numpy, kvcore.Periodic, use_backend, spec.CacheSpec,
     spec.from_hf_config, spec.to_json, spec.address, plan.plan_cache, plan.logical_bytes, plan.bytes_per_token,
+    kvcore.adopt, BlockStore, Ops.explain, with_formats,
 ]  # fmt: skip
-METHODS = [(kind, name) for kind, names in CLASSES.items() for name in names.split()]
+METHODS = [
+    (kind, name)
+    for kind, names in CLASSES.items()
+    for name, value in sorted(inspect.getmembers(kind))
+    if not name.startswith("_") and (name in names.split() or ">>>" in (inspect.getdoc(value) or ""))
+]
 
 
 def run(names: dict, *documented: object) -> int:
