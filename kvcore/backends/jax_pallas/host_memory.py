@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
+from weakref import ref
 
 import jax
 import numpy as np
@@ -26,14 +27,15 @@ class Memory:
     """The bytes of a cache's pools, as arrays of NumPy [units, bytes], where they lie in the host's memory.
 
     XLA gives an array that it was given away for another the same address, and there are hundreds of pools: a view is
-    made once for an address. It holds nothing alive, and is looked at only while the pools of that address do.
+    made once for an address. It holds nothing alive, and is looked at only while the pools of that address do. An array
+    whose view is known was waited for then, and asked where it lies: it does not change.
     """
 
     def __init__(self, kind: type) -> None:
         """``kind``: the class of arrays that are not traced."""
         self._kind = kind
         self._host: set[Any] = set()
-        self._known: dict[str, tuple[int, tuple[int, ...], np.ndarray[Any, Any]]] = {}
+        self._known: dict[str, tuple[Any, int, tuple[int, ...], np.ndarray[Any, Any]]] = {}
         self._ours: dict[str, Any] | None = None
 
     @contextmanager
@@ -47,7 +49,21 @@ class Memory:
 
     def read(self, pools: Any) -> Pools | None:
         """Views of pools once all that was to be written there is; None where they lie elsewhere, or are traced."""
+        known = self._as_before(pools)
+        if known is not None:
+            return known
         return self._views(pools) if self._lie_here(pools.values()) else None
+
+    def _as_before(self, pools: Any) -> Pools | None:
+        """Views of arrays all of which are known."""
+        found: dict[str, np.ndarray[Any, Any]] = {}
+        known = self._known
+        for name, array in pools.items():
+            one = known.get(name)
+            if one is None or one[0]() is not array or array.is_deleted():
+                return None
+            found[name] = one[3]
+        return Pools(found)
 
     def opened(self, pools: Any, names: Sequence[str]) -> Pools | None:
         """Views of a cache's own pools, to be written to; None likewise."""
@@ -67,7 +83,7 @@ class Memory:
         held = {name: pools[name] for name in names}
         if self._ours is not None:
             self._ours.update(held)
-        return self._views(held)
+        return self._as_before(held) or self._views(held)
 
     def _lie_here(self, arrays: Iterable[Any]) -> bool:
         """Whether none is traced, and all lie in the host's memory, on one device."""
@@ -89,9 +105,12 @@ class Memory:
     def _view(self, name: str, array: Any) -> np.ndarray[Any, Any]:
         address, shape = array.unsafe_buffer_pointer(), array.shape
         known = self._known.get(name)
-        if known is None or known[0] != address or known[1] != shape:
-            known = self._known[name] = address, shape, np.asarray(_Bytes(address, shape, array.dtype.itemsize))
-        return known[2]
+        if known is not None and known[1] == address and known[2] == shape:
+            view = known[3]
+        else:
+            view = np.asarray(_Bytes(address, shape, array.dtype.itemsize))
+        self._known[name] = ref(array), address, shape, view
+        return view
 
 
 class _Bytes:
