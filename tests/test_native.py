@@ -10,7 +10,7 @@ def wrong(*arguments):
 
 
 def test_a_process_that_digests_much_gets_a_function(monkeypatch):
-    monkeypatch.setattr(native, "compiled", lambda: wrong)
+    monkeypatch.setattr(native, "compiled", lambda _: wrong)
     found = native.Native(lambda run: run is wrong)
     assert found(native.WORTH - 1) is None
     assert found._thread is None
@@ -20,7 +20,7 @@ def test_a_process_that_digests_much_gets_a_function(monkeypatch):
 
 
 def test_a_function_that_is_wrong_is_never_used(monkeypatch):
-    monkeypatch.setattr(native, "compiled", lambda: wrong)
+    monkeypatch.setattr(native, "compiled", lambda _: wrong)
     assert native.Native(digest._right).wait() is None
 
 

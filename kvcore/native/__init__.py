@@ -1,8 +1,8 @@
-"""The digest's inner loop in C: compiled by the machine's own compiler, in the background, once a process digests much.
+"""Inner loops in C, of the digest and of attention to coded rows: compiled by the machine's own compiler.
 
-Nothing is asked of an installation: without a compiler, or with ``KVCORE_NATIVE=0``, NumPy does the same at a tenth of
-the speed. The library lies in a folder of its own that only this user can write, and is gone from there as soon as it
-is loaded.
+In the background, once a process digests much; before the first attention that is worth it. Nothing is asked of an
+installation: without a compiler, or with ``KVCORE_NATIVE=0``, NumPy and torch do the same at a tenth of the speed. A
+library lies in a folder of its own that only this user can write, and is gone from there as soon as it is loaded.
 """
 
 import contextlib
@@ -19,7 +19,13 @@ from typing import Any
 
 VARIABLE = "KVCORE_NATIVE"
 
-SOURCE = Path(__file__).with_name("lanes.c")
+_ADDRESS, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+FUNCTIONS: dict[str, list[Any]] = {
+    "lanes": [_ADDRESS, _NUMBER],
+    "attend": [_ADDRESS, _NUMBER, _NUMBER, _REAL, *[_ADDRESS] * 4, _NUMBER, _NUMBER, *[_ADDRESS] * 3],
+}
+"""Source -> what its function, ``kvcore_`` and that name, is given."""
 
 WORTH = 1 << 28
 """Bytes that a process digests before it compiles: as long as NumPy takes for them, a compiler takes."""
@@ -27,8 +33,8 @@ WORTH = 1 << 28
 SECONDS = 60.0
 """For a compiler."""
 
-Lanes = Callable[[int, int], None]
-"""``kvcore_lanes`` of the source: the address of some ``kvcore.digest.Rows``, and how many."""
+Lanes = Callable[..., None]
+"""A function of ``FUNCTIONS``; ``kvcore_lanes`` takes the address of some ``kvcore.digest.Rows``, and how many."""
 
 
 class Native:
@@ -36,10 +42,12 @@ class Native:
 
     Args:
         right: whether a function does what it has to.
+        source: of the function.
     """
 
-    def __init__(self, right: Callable[[Lanes], bool]) -> None:
+    def __init__(self, right: Callable[[Lanes], bool], source: str = "lanes") -> None:
         self._right = right
+        self._source = source
         self._seen = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -62,29 +70,30 @@ class Native:
 
     def wait(self) -> Lanes | None:
         """The function, compiled now if it was not; None where that cannot be."""
+        if self._found is not None:
+            return self._found
         self.begin()
         if self._thread is not None:
             self._thread.join()
         return self._found
 
     def _compile(self) -> None:
-        found = compiled()
+        found = compiled(self._source)
         if found is not None and self._right(found):
             self._found = found
 
 
-def compiled() -> Lanes | None:
-    """The function, compiled and loaded; None without a compiler that can, and where words have another order."""
+def compiled(source: str = "lanes") -> Lanes | None:
+    """A function, compiled and loaded; None without a compiler that can, and where words have another order."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if os.environ.get(VARIABLE) == "0" or compiler is None or sys.byteorder != "little" or os.name != "posix":
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError, AttributeError):
         with tempfile.TemporaryDirectory(prefix="kvcore") as folder:
-            library = Path(folder) / "lanes.so"
-            line = [compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
+            library, code = Path(folder) / f"{source}.so", Path(__file__).with_name(f"{source}.c")
+            line = [compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(code)]
             subprocess.run(line, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
-            function: Any = ctypes.CDLL(str(library)).kvcore_lanes
-        function.restype = None
-        function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+            function: Any = getattr(ctypes.CDLL(str(library)), f"kvcore_{source}")
+        function.restype, function.argtypes = None, FUNCTIONS[source]
         return function
     return None

@@ -97,6 +97,7 @@ PIECES = (
     "torch's fused attention over pieces of the rows; all rows are gathered first where k and v are given, in a padded "
     "step, and where a number is not finite",
 )
+IN_C = "one new token of each request attends in C where that is worth it and there is a compiler"
 BY_ROW = ("torch", "rows are moved one by one: int8_row in layout packed")
 BY_RUN = ("torch", "runs of rows are copied as they lie; one by one in a padded step or one of many requests")
 VIEWS = ("views", "rows are read where they lie; none where requests see unevenly many, or not in one run")
@@ -105,7 +106,7 @@ ON_CPU = {
         **dict.fromkeys(("append_kv", "gather_kv"), BY_ROW),
         "kv_view": ("none", "no views of int8_row in layout packed"),
         "append_kv_view": ("torch", "no views of int8_row in layout packed"),
-        "attend_kv": PIECES,
+        "attend_kv": ("torch", f"{PIECES[1]}; {IN_C}"),
     },
     "sliding with sinks": {
         **dict.fromkeys(("append_kv", "gather_kv"), BY_RUN),

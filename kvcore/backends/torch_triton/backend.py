@@ -84,6 +84,8 @@ class TorchOps(Decided, Ops):
         self.spare = cpu_views.Spare()
         # Region (its address) -> ``cpu_views.Kept``, its pool's rows as one array: every layer asks in every step.
         self.lines: dict[int, Any] = {}
+        # The same of ``cpu_coded.Side``.
+        self.sides: dict[int, Any] = {}
         self.torch_device = torch.device(device)
         self._index = DeviceIndex(device, memory.forget)
         self.strict = strict()
@@ -101,6 +103,7 @@ class TorchOps(Decided, Ops):
     def forget_pools(self) -> None:
         """Let go of pools that calls were given: their cache is gone, and its memory is wanted."""
         self.lines.clear()
+        self.sides.clear()
         self.spare = cpu_views.Spare()
 
     def decide(self, layer: int | None, verb: str) -> Decision:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcore.backends.torch_triton import cpu_coded
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.cpu_views import HostStep, Lines, Place, lines, runs, unlike
 from kvcore.ops import Attention
@@ -65,10 +66,14 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     unseen rows would spread.
     """
     regions, host = ops.plan.region(layer, "kv"), ops.host(index)
+    stored = [lines(ops, pools, region) for region in regions]
+    if None in stored and ops.layers[layer].is_decoded_in_c:
+        found = cpu_coded.attend(ops, pools, layer, index, q, sink=sink, scale=scale)
+        if found is not None:
+            return found
     if not host.few or unlike(*regions):
         return None
     (tokens, heads, dim), key_heads = q.shape, regions[0].heads
-    stored = [lines(ops, pools, region) for region in regions]
     grouped = q.to(torch.float32).reshape(tokens, key_heads, heads // key_heads, dim)
     total: Any = None
     logs: Any = None

@@ -469,6 +469,8 @@ def decide(ops: Any, layer: Any, verb: str) -> Decision:
             "torch's fused attention over pieces of the rows; all rows are gathered first where k and v are given, in "
             "a padded step, and where a number is not finite"
         )
+        if declined and ops.layers[layer].is_decoded_in_c:
+            why += "; one new token of each request attends in C where that is worth it and there is a compiler"
         return Decision("torch", why)
     if declined:
         return Decision("torch", f"rows are moved one by one: {' and '.join(declined)}")

@@ -1,8 +1,10 @@
 """A layer as torch's verbs see it: its part of the plan, and the verbs that it belongs to."""
 
+from functools import cached_property
 from typing import Any
 from weakref import ref
 
+from kvcore.backends.torch_triton import cpu_coded
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan, LayerPlan
 
@@ -15,6 +17,11 @@ class Layer(LayerPlan):
         super().__init__(number, {role: planned.component(role) for role in planned.regions}, planned.regions)
         # Verbs hold pools and spare memory, which must go when they do: no circle.
         self._ops = ref(ops)
+
+    @cached_property
+    def is_decoded_in_c(self) -> bool:
+        """Whether C can decode its keys and values on the CPU."""
+        return cpu_coded.possible(self.regions["kv"])
 
     @property
     def ops(self) -> Any:

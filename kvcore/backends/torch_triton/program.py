@@ -137,6 +137,20 @@ class Program:
             run(width, height, 1, stream, *told, *take(places), *rest)
         return new
 
+    def launch(self, places: tuple[Any, ...], one: Tensor, two: Tensor) -> bool:
+        """``run``, a moment later, into both of its new arrays; False where it was not launched on this device yet."""
+        ready = self._ready
+        device = 0 if only_device() else run_triton.current_device()
+        if ready is None or ready[0] != device:
+            return False
+        places = (*places, *ready[1], one.data_ptr(), two.data_ptr())
+        for place, offset in self._offsets:
+            places += (places[place] + offset,)
+        stream = ready[4](device)
+        for take, run, told, width, height, rest in ready[3]:
+            run(width, height, 1, stream, *told, *take(places), *rest)
+        return True
+
     def ends_with(self, array: Tensor) -> bool:
         """Whether arrays like this one are the last of ``new``, and no other of those is like it."""
         alike = [new.shape == tuple(array.shape) and new.dtype == array.dtype for new in self.new]

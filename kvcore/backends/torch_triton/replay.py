@@ -13,7 +13,7 @@ All that checks of arguments ask of tensors on the device decides the kind, too.
 and whoever checks asks first whether such a call has passed before (``again``): one look at the arguments is then all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import is_
 from typing import Any, NamedTuple
@@ -188,6 +188,56 @@ class Kind(NamedTuple):
     indexed: Indexed
 
 
+class Turns:
+    """Calls of a kind that layers make one after the other: what decides them is looked up once for all.
+
+    Each has three tensors, as many and as large as those of the call before, and gives two arrays, which it is given.
+    """
+
+    __slots__ = ("_index", "_lie", "_program", "_seen", "_token", "kind")
+
+    def __init__(self, seen: Seen, kind: Kind, token: object, lie: dict[int, tuple[Any, ...]]) -> None:
+        self._seen, self.kind, self._token, self._lie = seen, kind, token, lie
+        self._program, self._index = kind.program, kind.indexed.places
+
+    @property
+    def layers(self) -> Iterable[int]:
+        """Those whose turn may come."""
+        return self._lie.keys()
+
+    def in_step(self, pools: Any, index: Any) -> "Turns | None":
+        """The same in another step; None: its index is of another shape, or its pools are others."""
+        (held, token), kind = self._seen.pools, self.kind
+        indexed = self._seen.look(index)
+        if held is not pools or token is not self._token or indexed.kind != kind.indexed.kind:
+            return None
+        return Turns(self._seen, kind._replace(indexed=indexed), token, self._lie)
+
+    def outputs(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        """Arrays of a shape, one for each layer to give first."""
+        count = len(self._lie)
+        every = like.new_empty((count, *shape), dtype=dtype)
+        if every.nbytes % (count * ALIGNED):
+            return [like.new_empty(shape, dtype=dtype) for _ in range(count)]
+        return [*every.unbind(0)]
+
+    def __call__(self, layer: int, one: Tensor, two: Tensor, three: Tensor, out: Tensor, more: Tensor) -> bool:
+        """A layer's call; False, with nothing done, where its tensors lie unlike.
+
+        Profilers that have come since the call before are not told.
+        """
+        program = self._program
+        first, second, third = one.data_ptr(), two.data_ptr(), three.data_ptr()
+        if (first | second | third) % ALIGNED or one.is_neg() or two.is_neg() or three.is_neg():
+            return False
+        if not (one.is_contiguous() and two.is_contiguous() and three.is_contiguous()):
+            return False
+        if INTERPRETED:
+            new = [out, more]
+            return program.run([one, two, three], self._index, self._lie[layer], out, new) is not False
+        return program.launch((first, second, third, *self._index, *self._lie[layer]), out, more)
+
+
 def rounded(bound: int) -> int:
     """A bound, or the next greater number of four binary digits and zeros."""
     zeros = max(bound.bit_length() - 4, 0)
@@ -278,6 +328,10 @@ class Replayed:
         indexed = self._seen.look(index)
         return kind._replace(indexed=indexed) if indexed.kind == kind.indexed.kind else None
 
+    def bounded(self, bound: int) -> int:
+        """A bound as calls of one kind have it."""
+        return rounded(bound) if self._bounds else bound
+
     def repeat(self, kind: Kind, pools: Any, tensors: tuple[Tensor, ...], kept: list[Tensor] = NONE) -> Any:
         """A call of a kind, with other tensors of the same numbers of elements and dtypes on the same device.
 
@@ -299,6 +353,18 @@ class Replayed:
         if new is False:
             return UNKNOWN
         return pools if program.answer is None else program.answer(new)
+
+    def in_turn_with(self, kind: Kind, pools: Any, others: Mapping[int, "Replayed"]) -> "Turns | None":
+        """What layers alike go on with once a call of a kind was repeated; None where none of them can."""
+        held, token = self._seen.pools
+        if held is not pools:
+            return None
+        lie = {}
+        for layer, other in others.items():
+            known, places = other._places
+            if known is token and kind.program in places:
+                lie[layer] = places[kind.program]
+        return Turns(self._seen, kind, token, lie)
 
     def again(self, door: str, pools: Any, index: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """What a call gives of a kind that has passed all checks before; ``UNKNOWN``, with nothing done, else.

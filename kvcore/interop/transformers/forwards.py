@@ -23,7 +23,7 @@ from kvcore.cache.ring_writes import AT_ONCE
 from kvcore.errors import BackendError, OutOfBlocks, RequestError, StepError
 from kvcore.interop.transformers import reuse
 from kvcore.interop.transformers.attention import OURS, Forward, base_of
-from kvcore.interop.transformers.handed import Alike, Captured, Handed, likes
+from kvcore.interop.transformers.handed import Alike, Captured, Handed, SharedRows, Steady, likes
 from kvcore.interop.transformers.kinds import layer_of
 from kvcore.interop.transformers.latent import MlaLayer, StaticMlaLayer
 from kvcore.interop.transformers.layers import KVLayer, Layer, StaticLayer
@@ -76,8 +76,14 @@ class Forwards(Cache):
         self.alike: dict[int, Alike] = {}
         # The same of the last step of one token a row, for layers that overwrite nothing, with one of them.
         self._before: dict[int, tuple[KVLayer, Alike]] = {}
+        # Layer -> what it shares with layers before it, in a forward in which those were all given the same.
+        self.steady: dict[int, SharedRows] = {}
+        # By kind of layer, what such a forward's calls had in common, without a mask.
+        self.lasting: dict[int, Steady] = {}
         self._by_kind = False
         self._shape = (0, 0)
+        # The length, while it cannot change.
+        self._known: int | None = None
         self._begun: set[int] = set()
         self._finished: set[int] = set()
         self._handed_out: list[int] = []
@@ -117,6 +123,15 @@ class Forwards(Cache):
         self.attends_compiled, self._attends = attends and self.static, attends and not self.static
         self.captures = self.attends_compiled and self.device.type == "cuda" and self._can_be_captured()
 
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store a layer's keys and values [B, heads, S, dim]; what it hands out, for the model's attention."""
+        shared = self.steady.get(layer_idx) if self.steady else None
+        if shared is not None:
+            found = shared.hand_out(layer_idx, key_states, value_states)
+            if found is not None:
+                return found
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def defers(self, new: int) -> bool:
         """Whether the cache attends itself to some layer, to ``new`` tokens a row."""
         return any(layer.attends(new) for layer in self.layers if isinstance(layer, Layer))
@@ -133,18 +148,21 @@ class Forwards(Cache):
         if refused:
             self._refused = dict.fromkeys(range(len(self._ways)), refused)
             return None
-        self.attending = Forward(self, config, base, self.length)
+        self._known = self.length
+        self.attending = Forward(self, config, base, self._known)
         return self.attending
 
     def end_attending(self, forward: Forward, *, finished: bool) -> None:
         """A decoder has run, or was left by an error: end what its layers left open to be attended to."""
         forward.memo.clear()  # what layers shared knows the forward, and that the cache
-        self.attending = None
+        self._end_steady()
+        self.attending = self._known = None
         handed_out, self._handed_out = self._handed_out, []
         waiting, self._waiting = self._waiting, []
         if finished and handed_out:
             for rows in waiting:
-                rows.store()
+                if rows.waits:
+                    rows.store()
             self._finished.update(handed_out[:-1])
             self.finish(handed_out[-1])
 
@@ -164,13 +182,17 @@ class Forwards(Cache):
     @property
     def length(self) -> int:
         """Tokens of every row, those of a forward under way not counted."""
-        self._settle()
+        if self._awaited:
+            self._settle()
+        if self._known is not None:
+            return self._known
         return self.requests[0].length if self.requests else 0
 
     @property
     def kv(self) -> kvcore.Cache:
         """The kvcore cache: its spec, plan, pools, digest, save and export."""
         self._settle()
+        self._known = None
         return self._kv
 
     def holds(self, layer: int) -> bool:
@@ -391,16 +413,18 @@ class Forwards(Cache):
 
         ``kept``: its numbers lie on the device where those of the last such step lay.
         """
-        if self.length + new > self.max_length:
+        self._known = None
+        length = self.length
+        if length + new > self.max_length:
             raise OutOfBlocks(
-                got=f"{self.length + new} tokens in a row",
+                got=f"{length + new} tokens in a row",
                 where="KVCache",
                 allowed=f"{self.max_length} (max_length)",
                 hint="Create the cache with a larger max_length.",
             )
         if batch > self.rows:
             raise RequestError(got=f"{batch} rows", where="KVCache", allowed=f"at most {self.rows}: batch × beams")
-        if not self.length and not self._prompt:
+        if not length and not self._prompt:
             self._release()  # those of a forward without tokens
         if self.requests and batch != len(self.requests):
             raise RequestError(
@@ -410,15 +434,24 @@ class Forwards(Cache):
             self.requests.append(self.kv.admit())
         self._shape = (batch, new)
         tokens = dict.fromkeys(self.requests, new)
-        return self.kv.step(tokens, batch * new, batch) if kept else self.kv.step(tokens)
+        step = self._kv.step(tokens, batch * new, batch) if kept else self._kv.step(tokens)
+        self._known = length
+        return step
 
     def _forget_step(self) -> Any:
+        self._known = None
         step, self._step, self._layer_of, self.captured = self._step, None, None, None
         self._by_kind = False
         self.alike.clear()
+        self._end_steady()
         self._begun, self._finished, self._handed_out, self._waiting = set(), set(), [], []
         self._forget_handed_out()
         return step
+
+    def _end_steady(self) -> None:
+        for shared in set(self.steady.values()):
+            shared.end()
+        self.steady.clear()
 
     def await_state(self, layer: Any) -> None:
         """Ask ``layer`` later whether the model wrote into the state that it was handed: see ``RecurrentLayer``."""

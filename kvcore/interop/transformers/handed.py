@@ -2,6 +2,7 @@
 
 # pyright: reportPrivateUsage=false
 
+from sys import getrefcount
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,11 @@ from kvcore.interop.transformers.tensors import ACCEPTED, by_token
 from kvcore.ops.arguments import UNKNOWN
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+_grad_enabled = torch.is_grad_enabled
 NONE: dict[str, Any] = {}
+HELD = [object()]
+UNHELD = getrefcount(HELD[0])
+"""References that are counted of what a list holds, and nobody else."""
 
 
 class Shared:
@@ -44,9 +49,10 @@ class SharedRows(Shared):
         own: there are no others than those that the layers are given, and they are stored as they are.
         again: of the last layer's calls, by what was called: (what of its queries, its index, the kind of call, what
             the attention gave beside its output, for the next layer's to be written there).
+        steady: what the next layers' calls have in common, once one of them was a repetition.
     """
 
-    __slots__ = ("again", "columns", "own")
+    __slots__ = ("_pair", "_shapes", "again", "columns", "own", "steady")
 
     def __init__(self, layer: Any, columns: int, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
         batch, _, new, _ = keys.shape
@@ -56,6 +62,83 @@ class SharedRows(Shared):
         self.columns = columns
         self.own = not forward.start and dtype == values.dtype == layer.stored_as
         self.again: dict[str, tuple[Any, Any, Any, list[torch.Tensor]]] = {}
+        self.steady: Steady | None = None
+        self._shapes = keys.shape, values.shape, values.dtype
+        # What the last layer handed out: the next one's, if nobody holds it any more.
+        self._pair: list[Deferred] = []
+
+    def hand_out(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
+        """What a layer hands out of keys and values like those of the layers before it; None: it looks at them."""
+        key_shape, value_shape, value_dtype = self._shapes
+        if keys.shape != key_shape or values.shape != value_shape or _grad_enabled():
+            return None
+        if keys.dtype is not self.dtype or values.dtype is not value_dtype:
+            return None
+        if keys.device != self.device or values.device != self.device:
+            return None
+        owner: Any = self.forward.cache
+        if number in owner._begun:
+            return None
+        owner._begun.add(number)
+        handed = Handed(owner.layers[number], self, (keys, values), waits=True)
+        pair = self._pair
+        if pair and getrefcount(pair[0]) == UNHELD and getrefcount(pair[1]) == UNHELD:
+            first, second = pair
+            first.source = second.source = handed
+            first._make, second._make = handed._first, handed._second
+            if first._numbers is not None or second._numbers is not None:
+                first._numbers = second._numbers = None
+            return first, second
+        first, second = self._pair[:] = handed.outlines()
+        return first, second
+
+    def go_on(self, layer: Any, alike: "Alike") -> None:
+        """Begin with what the calls of the step before had in common, where this step's are of the same kind."""
+        owner: Any = self.forward.cache
+        last: Steady | None = owner.lasting.get(layer.kind)
+        if last is None or _grad_enabled() or alike.known[last.number].get("decode") is not last.way:
+            return
+        alike_columns = last.way.bounded(last.columns) == last.way.bounded(self.columns)
+        turns = last.turns.in_step(alike.pools, alike.index) if alike_columns else None
+        if turns is not None and layer.number in turns.layers:
+            outs = turns.outputs(last.lse, (last.shape[0], 1, *last.out), last.dtype)
+            lse = torch.empty_like(last.lse)
+            self.steady = last._replace(turns=turns, columns=self.columns, outs=outs, lse=lse)
+            owner.steady.update(dict.fromkeys(turns.layers, self))
+            owner.lasting[layer.kind] = self.steady
+
+    def end(self) -> None:
+        """The forward has ended: what was handed out last knows this, and no longer the other way round."""
+        self._pair.clear()
+
+
+class Steady(NamedTuple):
+    """Calls that store a token's keys and values and attend, alike in all layers of a kind in a forward.
+
+    Attributes:
+        mask: that they are given, itself.
+        names: of their options; ``scale`` among them.
+        shape, dtype, device: of queries.
+        out: heads and dim of what they give.
+        columns: most keys that a query sees.
+        number, way: of a layer, and what repeats its calls.
+        turns: the calls.
+        outs: [B, 1, *out] for as many layers as come; ``lse`` for each in turn.
+    """
+
+    mask: Any
+    names: frozenset[str]
+    scale: float | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    out: tuple[int, ...]
+    columns: int
+    number: int
+    way: Any
+    turns: Any
+    outs: list[torch.Tensor]
+    lse: torch.Tensor
 
 
 class Alike(NamedTuple):
@@ -213,10 +296,12 @@ class Handed(HandedOut):
     __slots__ = ("_given", "waits")
 
     def __init__(self, layer: Any, shared: SharedRows, given: Pair, *, waits: bool = False) -> None:
-        super().__init__(layer, None, shared)
+        owner: Any = shared.forward.cache
+        handle: Any = None
+        self._layer, self._handle, self._shared, self._rows = layer, handle, shared, None
         self._given = given
         self.waits = waits
-        layer.owner.hand_out(layer.number, self if waits else None)
+        owner.hand_out(layer.number, self if waits else None)
 
     def store(self) -> None:
         """Store what waits."""
@@ -248,6 +333,11 @@ class Handed(HandedOut):
     def attend(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """Attention of q [B, H, S, dim] -> [B, S, H, value dim]; None, and the reason noted: the model attends."""
         layer, shared = self._layer, self._shared
+        steady = shared.steady
+        if steady is not None and self.waits:
+            out = self._attend_steadily(steady, query, mask, options)
+            if out is not None:
+                return out
         facts = self._facts(module, query, mask, options)
         owner = layer.owner
         if isinstance(facts, str):
@@ -261,7 +351,62 @@ class Handed(HandedOut):
             found = self._attend(owner.give(by_token(query)), facts, sink, scale)
         else:
             found = self._attend_alike(alike, query, facts, sink, scale)
+            if shared.steady is None and "decode" in shared.again and sink is None:
+                self._note_steady(alike, query, found, mask, options)
         return owner.take(found, query.dtype).view(query.shape[0], shared.new, *found.shape[1:])
+
+    def _note_steady(self, alike: Alike, query: Any, found: torch.Tensor, mask: Any, options: dict[str, Any]) -> None:
+        """Note what a call that stored and attended at once has in common with those of layers that come."""
+        layer, shared = self._layer, self._shared
+        owner, (_, _, kind, kept) = layer.owner, shared.again["decode"]
+        if not kept or shared.new > 1 or query.dtype not in ACCEPTED or self.waits or _grad_enabled():
+            return
+        if len(kind.program.new) != 2 or found.dtype != query.dtype:
+            return
+        others = [
+            other.number
+            for other in owner.layers
+            if type(other) is type(layer) and (other.kind, other.chunked) == (layer.kind, layer.chunked)
+        ]
+        ways = {number: way for number in others if (way := alike.known[number].get("decode")) is not None}
+        turns = ways[layer.number].in_turn_with(kind, alike.pools, ways)
+        if turns is None:
+            return
+        shared.steady = Steady(
+            mask=mask,
+            names=frozenset(options),
+            scale=options.get("scaling"),
+            shape=query.shape,
+            dtype=query.dtype,
+            device=query.device,
+            out=tuple(found.shape[1:]),
+            columns=shared.columns,
+            number=layer.number,
+            way=ways[layer.number],
+            turns=turns,
+            outs=turns.outputs(found, (query.shape[0], 1, *found.shape[1:]), query.dtype),
+            lse=kept[0],
+        )
+        owner.steady.update(dict.fromkeys(turns.layers, shared))
+        if mask is None:
+            owner.lasting[layer.kind] = shared.steady
+
+    def _attend_steadily(self, steady: Steady, query: Any, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
+        """``attend`` where all is as in the layers before; None, with nothing done, where something is not."""
+        if mask is not steady.mask or query.shape != steady.shape or query.dtype is not steady.dtype:
+            return None
+        if query.device != steady.device or options.keys() != steady.names or options.get("dropout"):
+            return None
+        forward = self._shared.forward
+        owner: Any = forward.cache
+        if options.get("scaling") != steady.scale or owner.attending is not forward or not steady.outs:
+            return None
+        out = steady.outs.pop()
+        if not steady.turns(self._layer.number, *self._given, query, out, steady.lse):
+            steady.outs.append(out)
+            return None
+        self.waits = False
+        return out
 
     def _attend(self, q: torch.Tensor, facts: Facts, sink: Any, scale: float | None) -> torch.Tensor:
         """By the layer's handle, which knows whether the pools hold all of its rows."""

@@ -183,6 +183,7 @@ class KVLayer(Layer):
                 shared = forward.memo.get(self.kind)
                 if shared is None:
                     shared = forward.memo[self.kind] = SharedRows(self, alike.columns, forward, keys, values)
+                    shared.go_on(self, alike)
                 handed = Handed(self, shared, (keys, values), waits=True)
                 if "decode" not in alike.known.get(number, ()):
                     handed.store()

@@ -1,0 +1,239 @@
+"""Classic attention of one new token a request to coded rows on the CPU, in C, from where they lie.
+
+torch decodes rows into arrays, which it writes and reads again, before it attends to them; that takes several times as
+long as attention itself. ``kvcore.native`` decodes a row as it is read. Whoever has no C compiler, or asks for fewer
+numbers than are worth it, has torch's operations in its place.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvcore.backends.torch_triton.cpu_views import complete
+from kvcore.backends.torch_triton.encoding import from_bytes, scale_values
+from kvcore.native import Lanes, Native
+from kvcore.ops import Attention
+from kvcore.spec import Format
+from kvcore.spec.codes import CODES, RANGE_SMALLEST
+
+WORTH = 1 << 18
+"""Numbers of keys and values from which a call is C's; the first such call of a process waits for the compiler."""
+
+ALONE = 1 << 20
+"""Numbers from which threads share a call."""
+
+KINDS = {"int8": 0, "e4m3": 0, "nf4": 1, "e2m1": 1, "uint4": 1, "bf16": 2, "fp32": 3}
+"""Codes of values -> what the source calls their kind."""
+
+
+class Side(NamedTuple):
+    """What C is told of a layer's keys, or values.
+
+    Attributes:
+        pools: where they were found; ``arrays`` those of them that they lie in.
+        numbers: in the order of the source.
+        tables: that numbers name, kept for as long.
+    """
+
+    pools: Any
+    arrays: tuple[Any, ...]
+    numbers: Any
+    tables: tuple[Any, ...]
+
+
+class Seen(NamedTuple):
+    """Rows that a step's requests see: runs (unit, row, count), first runs of each, and how many rows in all."""
+
+    runs: Any
+    of_request: Any
+    count: int
+
+
+@cache
+def fits(format: Format) -> bool:
+    """Whether C decodes rows of a format."""
+    values = [field for field in format.fields if field.is_value]
+    if len(values) != 1 or format.tokens > 1 or format.global_scaled or (format.dim or 1) % 8:
+        return False
+    field = values[0]
+    whole = field.group is None or field.groups == 1 or not field.width % 8
+    return field.code in KINDS and whole and (field.group is None) == (field.code in ("bf16", "fp32"))
+
+
+def attend(ops: Any, pools: Any, layer: int, index: Any, q: Any, *, sink: Any, scale: float) -> Attention | None:
+    """Attend from q [T, H, dim], a token of each request, to what the pools hold; None: torch's operations do it.
+
+    That is: rows that C does not decode, or too few of them; several tokens of a request, padding, or rows that other
+    shards have; no compiler; and a number that is not finite.
+    """
+    regions, host = ops.plan.region(layer, "kv"), ops.host(index)
+    keys, values = regions
+    heads = keys.heads
+    if not host.regular or len(q) != len(host.slots) or host.lengths != [start + 1 for start in host.starts]:
+        return None
+    seen = seen_rows(keys, ops.component(layer, "kv"), host, index)
+    work = 0 if seen is None else seen.count * heads * (keys.format.dim + values.format.dim)
+    if seen is None or work < WORTH:
+        return None
+    run = native.wait()
+    if run is None:
+        return None
+    tokens, group, dim = len(q), q.shape[1] // heads, values.format.dim
+    query = q.to(torch.float32).contiguous()
+    out = torch.empty((tokens, heads * group, dim))
+    greatest, total = torch.empty((2, tokens, heads * group))
+    told = [side(ops, pools, region).numbers.ctypes.data for region in regions]
+    ways = seen.runs.ctypes.data, seen.of_request.ctypes.data
+    gives = out.data_ptr(), greatest.data_ptr(), total.data_ptr()
+
+    def part(first: int, last: int) -> None:
+        run(query.data_ptr(), heads, group, scale, *told, *ways, first, last, *gives)
+
+    count, threads = tokens * heads, torch.get_num_threads()
+    if threads > 1 and work >= ALONE:
+        cuts = np.linspace(0, count, min(threads, count) + 1).astype(int).tolist()
+        list(workers(os.getpid(), threads).map(part, cuts[:-1], cuts[1:]))
+    else:
+        part(0, count)
+    logs = greatest + total.log()
+    if not bool(logs.max() < torch.inf):
+        return None
+    if sink is not None:
+        out *= torch.sigmoid(logs - sink.to(torch.float32))[..., None]
+    return Attention(out.to(q.dtype), logs)
+
+
+def possible(regions: Any) -> bool:
+    """Whether C decodes the rows of a layer's regions, which lie alike then."""
+    keys, values = regions
+    alike = (keys.heads, keys.growth, keys.rows) == (values.heads, values.growth, values.rows)
+    placed = not any(place.split for region in regions for place in region.unit.places)
+    return alike and placed and all(fits(region.format) for region in regions)
+
+
+@lru_cache(maxsize=1)
+def workers(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads that share calls; those of another process are not this one's."""
+    del process
+    return ThreadPoolExecutor(threads, thread_name_prefix="kvcore.attend")
+
+
+def seen_rows(region: Any, component: Any, host: Any, index: Any) -> Seen | None:
+    """The rows that a token of each request sees; None where another shard has some of them.
+
+    Worked out once for all layers of equal components whose rows lie alike.
+    """
+    key = seen_rows, region.growth, region.rows, component
+    if key not in host.kept:
+        host.kept[key] = _seen_rows(region, component, host, index) if complete(region, host) else None
+    return host.kept[key]
+
+
+def _seen_rows(region: Any, component: Any, host: Any, index: Any) -> Seen:
+    found, counts, rows = [], [0], region.rows
+    for request, (start, length, left) in enumerate(zip(host.starts, host.lengths, host.padding, strict=True)):
+        first = component.first_visible(start, left) if start >= left else length
+        # Units that a request's positions go through, in order: blocks, or rounds of its ring.
+        numbers = np.arange(first // rows, -(-length // rows))
+        runs = np.zeros((len(numbers), 3), np.int64)
+        if region.growth == "slot":
+            runs[:, 0] = host.slots[request]
+        elif len(numbers):
+            runs[:, 0] = index.block_table[request].numpy()[numbers[0] : numbers[-1] + 1]
+        runs[:, 1] = np.maximum(first - numbers * rows, 0)
+        runs[:, 2] = np.minimum(length - numbers * rows, rows) - runs[:, 1]
+        found.append(runs)
+        counts.append(counts[-1] + len(runs))
+    runs = np.concatenate(found)
+    return Seen(runs, np.array(counts, np.int64), int(runs[:, 2].sum()))
+
+
+def side(ops: Any, pools: Any, region: Any) -> Side:
+    """What C is told of a region, as long as its pools lie where they did."""
+    kept = ops.sides.get(id(region))
+    if kept is not None:
+        if kept.pools is pools:
+            return kept
+        names = [region.buffers[place.buffer][0] for place in region.unit.places]
+        if all(pools[name] is array for name, array in zip(names, kept.arrays, strict=True)):
+            return kept
+    found = ops.sides[id(region)] = _side(pools, region)
+    return found
+
+
+def _side(pools: Any, region: Any) -> Side:
+    format, numbers = region.format, {}
+    row, head = region.steps
+    arrays = []
+    for place in region.unit.places:
+        pool = pools[region.buffers[place.buffer][0]]
+        arrays.append(pool)
+        where = pool.data_ptr() + place.base, pool.stride(0), row * place.stride, head * place.stride
+        numbers[place.field] = where
+    (field,) = (field for field in format.fields if field.is_value)
+    table = scales = None
+    size = 0
+    if field.group is not None:
+        table = table_of(field.code)
+        size = CODES[field.scale].bits // 8
+        scales = scale_table(field.scale) if size == 1 else None
+    nowhere = 0, 0, 0, 0
+    smallest = np.array(RANGE_SMALLEST if field.has_offsets else 0, np.float32).view(np.int32)
+    told = [
+        *numbers[field.name],
+        *numbers.get("scales", nowhere),
+        *numbers.get("offsets", nowhere),
+        KINDS[field.code],
+        0 if table is None else table.data_ptr(),
+        field.width,
+        field.groups,
+        size,
+        0 if scales is None else scales.data_ptr(),
+        format.dim,
+        int(smallest),
+    ]
+    return Side(pools, tuple(arrays), np.array(told, np.int64), (table, scales))
+
+
+@cache
+def table_of(code: str) -> torch.Tensor:
+    """The number, or both of four bits, that every byte of a code stands for."""
+    every = torch.arange(256, dtype=torch.uint8)[:, None]
+    return from_bytes(every, code).contiguous()
+
+
+@cache
+def scale_table(code: str) -> torch.Tensor:
+    """The scale that every byte stands for."""
+    return scale_values(torch.arange(256, dtype=torch.uint8)[:, None], code).contiguous()
+
+
+def _right(run: Lanes) -> bool:
+    """Whether a function attends as NumPy does: to rows of eight bits with a scale, in two runs, from two heads."""
+    random = np.random.default_rng(0)
+    heads, group, dim, rows = 2, 3, 24, 100
+    codes = random.integers(-127, 128, (2, rows, heads, dim), np.int8)
+    scales = random.uniform(0.01, 0.02, (2, rows, heads)).astype(np.float32)
+    query = random.standard_normal((heads, group, dim), np.float32)
+    found, sums = np.empty_like(query), np.empty((2, heads, group), np.float32)
+    table = np.arange(256).astype(np.int8).astype(np.float32)
+    sides = []
+    for some, factors in zip(codes, scales, strict=True):
+        where = some.ctypes.data, 0, heads * dim, dim, factors.ctypes.data, 0, 4 * heads, 4, 0, 0, 0, 0
+        sides.append(np.array([*where, KINDS["int8"], table.ctypes.data, dim, 1, 4, 0, dim, 0], np.int64))
+    runs, of_request = np.array([[0, 3, 70], [0, 80, 20]], np.int64), np.array([0, 2], np.int64)
+    told = [each.ctypes.data for each in (*sides, runs, of_request)]
+    run(query.ctypes.data, heads, group, 0.25, *told, 0, heads, found.ctypes.data, *(each.ctypes.data for each in sums))
+    keys, values = (codes * scales[..., None])[:, [*range(3, 73), *range(80, 100)]].transpose(0, 2, 1, 3)
+    logits = 0.25 * query @ keys.swapaxes(1, 2)
+    weights = np.exp(logits - logits.max(axis=2, keepdims=True))
+    expected = weights @ values / weights.sum(axis=2, keepdims=True)
+    sum_of = sums[1] * np.exp(sums[0] - logits.max(axis=2))
+    return bool(np.allclose(found, expected, atol=1e-5) and np.allclose(sum_of, weights.sum(axis=2), rtol=1e-5))
+
+
+native = Native(_right, "attend")
