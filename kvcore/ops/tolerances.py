@@ -60,7 +60,7 @@ OPERATIONS: dict[str, Operation] = {
     "norm": Operation(4e-6, 2),  # pooling, then one mean over the channels
     "rope": Operation(8e-6, 3, mixes=True),  # pooling and norm, then a sine and a cosine
     "scores": Operation(1e-5, 1),  # dot products over the index dim, summed over heads
-    # The same by tensor cores that multiply e4m3 by e4m3 and keep about 14 bits of the sums of 32 products.
+    # The same by tensor cores that multiply e4m3 by e4m3 and keep about 14 bits of the sums of 32 or 64 products.
     "scores of e4m3": Operation(2.0**-12, 1),
     # Dot products, softmax over the visible rows, weighted sum. Attention in bf16 rounds the weights of that sum to
     # bf16, as DeepSeek's own kernel does (its ``sparse_attn``): tensor cores multiply bf16 by bf16.

@@ -134,6 +134,9 @@ def small(device: str) -> Iterator[Problem]:
     yield from check_select(device, [(300, 7), (5, 9), (1, 1), (2100, 64)], found.ops)
     yield from many_rows(device, 300, 37, found.ops, rows=2)
     if torch.device(device).type == "cuda":  # a program each fills a GPU, not the interpreter's one
+        for heads, lengths in ((64, [16411, 5, 1, 1030]), (5, [259, 3, 1])):
+            news = [1] * len(lengths)
+            yield from check("one of e4m3", keys_layer("index_fp8_132"), lengths, news, device, heads=heads, dtype=E4M3)
         layer = keys_layer("index_fp4_68_h", topk=16)
         yield from check("a token of many requests", layer, [151] * 70, [1] * 70, device, heads=5, block_tokens=16)
     given = few_hands(device, 61_440, 1)

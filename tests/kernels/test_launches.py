@@ -44,6 +44,10 @@ LAYERS = (
     LayerSpec(state=State(heads=4, key_dim=128, value_dim=128)),
     LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format="int4_ch32", value_format="int4_g32")),
     LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format="int8_row", value_format="nf4_b64")),
+    LayerSpec(
+        entries=Entries(dim=DIM, ratio=4),
+        index_keys=IndexKeys(dim=128, ratio=4, heads=HEADS, topk=K, format="index_fp8_132"),
+    ),
 )
 PLAN = plan_cache(CacheSpec(layers=LAYERS), max_requests=Q, max_tokens=4096, max_draft_tokens=3)
 
@@ -340,6 +344,25 @@ def test_attention_on_hopper_is_given_what_others_are():
     assert faults("attend_rows", launched) == ["attend_hopper_kernel: own_ptr is given positions"]  # instead of none
 
 
+def of_codes(heads=HEADS, tokens=Q, **given):
+    """Scores of queries in e4m3, one a request, by keys as they are stored."""
+    q = Named("q", (tokens, heads, 128), "float8_e4m3fn")
+    return recorded("score_rows", q=q, record=number_of("index_keys", 5), columns=16_384, **given)
+
+
+def test_scores_of_codes_on_hopper_are_given_what_others_are():
+    ((kernel, grid, given),) = launched = of_codes()
+    assert kernel.kernel.fn.__name__ == "hopper_codes_kernel"
+    assert not faults("score_rows", launched)
+    # Every column is some program's, and all programs run at once.
+    assert grid[0] * 64 * given["tiles"] >= Q * 16_384
+    assert grid[0] <= 132 * 5
+    for others in ({"gluon": False}, {"heads": 128}, {"tokens": 2 * Q}):
+        ((kernel, _, _),) = launched = of_codes(**others)
+        assert kernel.kernel.fn.__name__ != "hopper_codes_kernel"
+        assert set(faults("score_rows", launched)) <= {"hopper_scores_kernel: heads = 128"}
+
+
 def of_packed_rows(**given):
     """Attention of a token of each request to rows that are taken as they are, without the step's own."""
     records = [number_of("kv", 4), number_of("kv", 4, 1), -1, -1]
@@ -371,6 +394,7 @@ def test_every_kernel_is_launched():
         *of_few_rows(),
         *of_long_rows(),
         *of_pool_rows(),
+        *of_codes(),
         *of_packed_rows(),
         *others,
         *(one for name in LAUNCHES for one in recorded(name)),

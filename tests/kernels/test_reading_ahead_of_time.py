@@ -24,7 +24,13 @@ from kvcore.kernels.triton import (
 from kvcore.kernels.triton.attend import FEW, FULL, TENSOR, WHOLE, alike, parts_of_each
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches.attention import HOPPER_WARPS, PIPELINE, on_hopper
-from kvcore.kernels.triton.launches.indexer import LEAN_REGISTERS, ROUND
+from kvcore.kernels.triton.launches.indexer import (
+    CODES_PROGRAMS,
+    CODES_REGISTERS,
+    CODES_STAGES,
+    LEAN_REGISTERS,
+    ROUND,
+)
 from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
 from kvcore.kernels.triton.scores import hopper_takes, score_config, takes_codes
 from kvcore.kernels.triton.shape import tile
@@ -41,7 +47,7 @@ from kvcore.kernels.triton.topk import (
 )
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
-from tests.support.ahead_of_time import AMD, ARCHITECTURES, FOR_NVIDIA, HOPPER, check, kernels
+from tests.support.ahead_of_time import AMD, ARCHITECTURES, FOR_NVIDIA, HOPPER, check, compiled, kernels
 
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a block may have."""
@@ -232,6 +238,23 @@ def test_scores_on_hopper_compile(name, queries, record):
     case = f"{name}, {queries} tokens"
     found = check(record, case, scores_hopper.hopper_scores_kernel, 90, constants, **options)
     assert not found.spilled_bytes, found
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_scores_of_codes_on_hopper_compile(ahead, record):
+    keys = record_of("index_keys", dim=128, ratio=4, heads=64, topk=512, format="index_fp8_132")
+    constants = {"R": keys, "RATIO": 4, "HEADS": 64, "STAGES": CODES_STAGES, "AHEAD": ahead}
+    options = {"exact": False, "types": {"q": "fp8e4nv"}, "registers": CODES_REGISTERS}
+    options["shared"] = SHARED[90] * 1024 // CODES_PROGRAMS
+    case = f"index_fp8_132{', ahead' * ahead}"
+    found = check(record, case, scores_hopper.hopper_codes_kernel, 90, constants, **options)
+    # Fused products and sums, as they are launched, spill none.
+    assert found.spilled_bytes <= 16, found
+    if ahead:
+        options = {"registers": CODES_REGISTERS, "types": {"q": "fp8e4nv"}}
+        text = compiled(scores_hopper.hopper_codes_kernel, 90, constants, exact=False, **options).asm["ptx"]
+        first = min(text.find(word) for word in ("ld.global", "cp.async", "st.global"))
+        assert 0 <= text.find("griddepcontrol.launch_dependents") < text.find("griddepcontrol.wait") < first
 
 
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])

@@ -149,6 +149,16 @@ def hopper_tiles(multiprocessors: int, groups: int, columns: int, waves: int) ->
     return power_of_two(max(1, min(HOPPER_TILES, most * groups // (waves * HOPPER_PROGRAMS * multiprocessors))))
 
 
+@cache
+def fitted_tiles(programs: int, tokens: int, columns: int) -> int:
+    """Tiles of a program where ``programs`` run at once, such that the last wave of them is full, too."""
+    most = ceil_div(columns, HOPPER_KEYS)
+    runs = {wave: min(most, max(1, wave * programs // tokens)) for wave in range(1, 9)}
+    # What a program does before its first tile takes as long as two of them.
+    cuts = {wave: ceil_div(most, each) for wave, each in runs.items()}
+    return min((ceil_div(tokens * runs[wave], programs) * (tiles + 2), tiles) for wave, tiles in cuts.items())[1]
+
+
 @triton.jit(do_not_specialize=["count"])
 def rotate_kernel(out_ptr, q_ptr, count, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr):
     """Queries [count, dim] rotated as rotated keys were, rounded to bf16."""

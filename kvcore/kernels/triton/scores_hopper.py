@@ -14,10 +14,12 @@ the kernel is last.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 from triton.language import PropagateNan
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvcore.kernels.triton.attend_codes import barrier
+from kvcore.kernels.triton.attend_codes import barrier, copy
 
 ALL = gl.constexpr(PropagateNan.ALL)
 LARGEST = gl.constexpr("""{ .reg .b32 a, b, m; and.b32 a, $1, 0x00FF00FF; prmt.b32 b, $1, 0, 0x4341;
@@ -352,3 +354,86 @@ def hopper_scores_kernel(
                 begun, requests[1], last, (seen[1],), (ends[1],), (queries[1],), codes_ptr, scales_ptr, table_ptr,
                 table_columns, run, tiles, low, high, R, M, HEADS, TAKEN, WHOLE, LEAN,
             )  # fmt: skip
+
+
+@gluon.jit
+def copy_tile(codes, scales, unit, first, codes_ptr, scales_ptr, R: gl.constexpr):
+    """Have the tile from ``first`` on in a unit copied to shared memory; some bytes where that is -1."""
+    C: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    S: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    place, row = gl.maximum(unit, 0).to(gl.int64), first % R.rows
+    codes_at = codes_ptr + place * R.codes_unit + (R.codes_base + row * R.codes_stride)
+    n, byte = gl.arange(0, 64, gl.SliceLayout(1, C)), gl.arange(0, 128, gl.SliceLayout(0, C))
+    at = codes_at.to(gl.pointer_type(gl.float8e4nv))
+    copy(codes, at + (n[:, None] * R.codes_stride + byte[None, :]))
+    scales_at = scales_ptr + place * R.scales_unit + (R.scales_base + row * R.scales_stride)
+    at = scales_at.to(gl.pointer_type(gl.float32))
+    copy(scales, at + gl.arange(0, 64, S) * (R.scales_stride // 4))
+
+
+@gluon.jit(do_not_specialize=["tokens", "columns", "table_columns", "tiles"])
+def hopper_codes_kernel(
+    out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, positions_ptr, request_ptr, table_ptr,
+    tokens, heads, columns, table_columns, tiles,
+    R: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """What ``hopper_scores_kernel`` does, of one query in e4m3 a program, on FP8 tensor cores; blocks are whole tiles.
+
+    Keys come to a ring of STAGES tiles in shared memory as they are stored. Sums of 64 channels are the tensor cores',
+    which keep about 14 bits; they are added in fp32. AHEAD: see ``address.begin``.
+    """
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    ROW: gl.constexpr = gl.SliceLayout(1, M)
+    L: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    token = gl.program_id(0) % tokens
+    run = gl.program_id(0) // tokens * (64 * tiles)
+    request = gl.load(request_ptr + token)
+    position = gl.where(request >= 0, gl.load(positions_ptr + token), -1)
+    request = gl.maximum(request, 0)
+    visible = gl.minimum((position + 1) // RATIO, columns)
+    last = gl.minimum(visible, run + 64 * tiles)
+    some = gl.maximum(gl.cdiv(last - run, 64), 0)
+    codes = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], gl.NVMMASharedLayout(128, 8, 2))
+    scales = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for stage in gl.static_range(STAGES - 1):
+        if stage < some:
+            first = run + 64 * stage
+            unit = unit_of(request, first, last, table_ptr, table_columns, R)
+            copy_tile(codes.index(stage), scales.index(stage), unit, first, codes_ptr, scales_ptr, R)
+        async_copy.commit_group()
+    following = unit_of(request, run + 64 * (STAGES - 1), last, table_ptr, table_columns, R)
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, L))
+    at = (token.to(gl.int64) * heads + head)[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
+    q = gl.load(q_ptr + at, mask=(head < heads)[:, None], other=0.0)
+    held = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, 128], gl.NVMMASharedLayout(128, 8, 2), q)
+    head = gl.arange(0, HEADS, gl.SliceLayout(0, M))
+    weight = gl.load(weights_ptr + token.to(gl.int64) * heads + head, mask=head < heads, other=0.0)
+    n, out_at = gl.arange(0, 64, ROW), out_ptr + token.to(gl.int64) * columns
+    stage = run * 0
+    for tile in range(some):
+        first = run + tile * 64
+        unit = unit_of(request, first, last, table_ptr, table_columns, R)
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        factor = scales.index(stage).load(ROW)
+        zero = gl.zeros([64, HEADS], gl.float32, M)
+        found = warpgroup_mma(codes.index(stage), held.permute((1, 0)), zero, use_acc=False, max_num_imprecise_acc=64)
+        # All warps are done with the tile before this one: its place is for the one that is furthest ahead.
+        free = gl.where(stage == 0, STAGES - 1, stage - 1)
+        if tile + (STAGES - 1) < some:
+            ahead = first + 64 * (STAGES - 1)
+            copy_tile(codes.index(free), scales.index(free), following, ahead, codes_ptr, scales_ptr, R)
+        async_copy.commit_group()
+        following = unit_of(request, first + 64 * STAGES, last, table_ptr, table_columns, R)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        if first + 64 <= last:
+            store_scores(found, weight, factor, unit, first, n, visible, columns, out_at, "codes", False)
+        else:
+            store_scores(found, weight, factor, unit, first, n, visible, columns, out_at, "codes", True)
+    # The rest of the run is not visible.
+    for tile in range(some, tiles):
+        column = run + tile * 64 + n
+        gl.store(out_at + column, gl.full([64], float("-inf"), gl.float32, ROW), mask=column < columns)

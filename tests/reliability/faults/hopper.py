@@ -89,6 +89,11 @@ TABLE = {
             "add.u32 e, e, 0x00FC00FC",
             "keys of four bits are half as large",
         ),
+        (
+            "        free = gl.where(stage == 0, STAGES - 1, stage - 1)\n",
+            "        free = stage\n",
+            "keys lie in another one's place in shared memory",
+        ),
     ],
     "topk_hopper.py": [
         (

@@ -11,6 +11,7 @@ from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.scores import (
     HOPPER_KEYS,
     ScoreConfig,
+    fitted_tiles,
     hopper_takes,
     hopper_tiles,
     score_config,
@@ -34,6 +35,9 @@ HOPPER_REGISTERS = 168
 """Of a thread of the kernel for Hopper where two queries share keys, so that three programs share 64 Ki."""
 LEAN_REGISTERS, LEAN_HEADS = 96, 64
 """The same where five programs do, for one query of at most so many heads and keys of four bits."""
+CODES_REGISTERS, CODES_STAGES, CODES_PROGRAMS = 96, 3, 5
+"""Of the kernel for queries in e4m3: registers of a thread and tiles in shared memory, so that so many programs share a
+multiprocessor."""
 NO_FLOOR = -(1 << 31)
 """Below every score's order."""
 MOST_BEST = 2048
@@ -69,6 +73,16 @@ def _hopper_scores(record: int, heads: int, taken: str, ratio: int, queries: int
 
 
 @cache
+def _hopper_codes(record: int, heads: int, ratio: int, ahead: bool) -> Kernel:
+    from kvcore.kernels.triton.scores_hopper import hopper_codes_kernel
+
+    constants = {
+        "R": BOUND[record].record, "RATIO": ratio, "HEADS": max(16, power_of_two(heads)), "STAGES": CODES_STAGES,
+    }  # fmt: skip
+    return Kernel(hopper_codes_kernel, constants, writes=("out",), fused=True, ahead=ahead, maxnreg=CODES_REGISTERS)
+
+
+@cache
 def _best_scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, room: int, kept: int) -> Kernel:
     config, constants = _config(record, heads, *how)
     constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room, "KEPT": kept}
@@ -95,7 +109,7 @@ def _rotated(to: Framework, q: Array, room: Array, number: int) -> Array:
 
 
 def _on_hopper(to: Framework, q: Array, record: int, scores: int, requests: int) -> str:
-    """What the kernel for Hopper takes of keys for these queries; "" where another one takes them.
+    """What ``hopper_scores_kernel`` takes of keys for these queries; "" where another one takes them.
 
     Large calls with queries in e4m3, and those with several a request, take FP8 tensor cores: half the products' work
     is worth more there than sums in fp32.
@@ -104,6 +118,14 @@ def _on_hopper(to: Framework, q: Array, record: int, scores: int, requests: int)
     small = size_of(scores) < 2 and q.shape[0] < 2 * requests
     narrow = known.hadamard or q.dtype == to.bfloat16 or (q.dtype == to.e4m3 and small)
     return hopper_takes(known, q.shape[1]) if narrow and to.gluon and hopper(to.props(q)) else ""
+
+
+def _as_they_are(to: Framework, q: Array, record: int, requests: int) -> bool:
+    """True where Hopper's FP8 tensor cores multiply queries in e4m3, one a request, by keys as they are stored."""
+    known = BOUND[record].record
+    few = q.shape[0] < 2 * requests and q.shape[1] <= LEAN_HEADS
+    fits = few and known.rows % HOPPER_KEYS == 0 and hopper_takes(known, q.shape[1]) == "codes"
+    return fits and q.dtype == to.e4m3 and to.gluon and hopper(to.props(q))
 
 
 def _scores_out(to: Framework, q: Array, columns: int) -> Array:
@@ -125,6 +147,19 @@ def score_rows(
     out = _scores_out(to, q, columns)
     tokens, heads, _ = q.shape
     if not tokens * columns:
+        return out
+    if _as_they_are(to, q, record, block_table.shape[0]):
+        tiles = fitted_tiles(CODES_PROGRAMS * to.props(q).multiprocessors, tokens, columns)
+        programs, (codes_of, scales_of, _) = (
+            tokens * ceil_div(columns, HOPPER_KEYS * tiles),
+            BOUND[record].given(buffers),
+        )
+        to.run(
+            _hopper_codes(record, heads, ratio, programs <= CODES_PROGRAMS * to.props(q).multiprocessors),
+            (programs,),
+            (out, q, weights, codes_of, scales_of, positions, request_index, block_table),
+            (tokens, heads, columns, block_table.shape[1], tiles),
+        )
         return out
     size = size_of(tokens * columns)
     taken = _on_hopper(to, q, record, tokens * columns, block_table.shape[0])
