@@ -1,7 +1,10 @@
 """``docs/architecture.md`` is right: what it names exists, no package is missing, an append goes the way it shows."""
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -47,6 +50,44 @@ def test_no_file_is_longer_than_a_reader_takes_in(folder):
     lines = {str(path): path.read_text(encoding="utf-8").count("\n") for path in (ROOT / folder).rglob("*.py")}
     assert lines
     assert not {path: count for path, count in lines.items() if count > MOST_LINES}
+
+
+class Setting(NamedTuple):
+    """Any tuple with names."""
+
+    one: int
+
+
+def names_of(tree: ast.Module) -> tuple[set[str], list[tuple[str, int]]]:
+    """Underscored names that a module defines, and where it asks other objects than its own for one."""
+    defined, asked = set(), []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                defined.add(name)
+            case ast.Attribute(attr=name):
+                asked.append((name, node.lineno))
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                defined.add(name)
+    hidden = [(name, line) for name, line in asked if is_hidden(name)]
+    return {name for name in defined if is_hidden(name)}, hidden
+
+
+def is_hidden(name: str) -> bool:
+    """One underscore in front; those of tuples with names are public."""
+    return name.startswith("_") and not name.startswith("__") and not hasattr(Setting, name)
+
+
+def test_what_is_underscored_stays_in_its_package():
+    defined, asked = defaultdict(set), []
+    for path in (ROOT / "kvcore").rglob("*.py"):
+        package = str(path.parent.relative_to(ROOT))
+        own, hidden = names_of(ast.parse(path.read_text(encoding="utf-8")))
+        defined[package] |= own
+        asked += [(package, f"{path.relative_to(ROOT)}:{line}", name) for name, line in hidden]
+    everywhere = set().union(*defined.values())
+    # What no package of kvcore defines is another library's, which its own tests name.
+    assert [where for package, where, name in asked if name in everywhere - defined[package]] == []
 
 
 def test_an_append_goes_the_way_that_is_shown():

@@ -207,7 +207,7 @@ class AdoptedCache(Cache):
         def take(state: Any) -> Request:
             manager = self._manager
             # What had left its rings is not known to be there.
-            record = RequestRecord(length=count, floor=state._floor(count), tokens=None, salt=None, checkpoints=[])
+            record = RequestRecord(length=count, floor=state.floor(count), tokens=None, salt=None, checkpoints=[])
             manager.look_up()
             manager.coming, manager.wanted, held.coming = manager.units(given), wanted, tables
             try:

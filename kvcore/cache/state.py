@@ -358,7 +358,7 @@ class CacheState:
     def take_prefix(self, request: Request, place: RequestState, hit: Hit, ids: list[int]) -> None:
         """Fill a fresh place from a prefix hit; without room for its last, partial block it starts from nothing."""
         stored = hit.stored if self.plan.blocks else 0
-        floor = self._floor(max(hit.length, hit.stored))
+        floor = self.floor(max(hit.length, hit.stored))
         taken = TakenOver(hit.length, floor, ids[: hit.length], stored, hit.blocks, ids, place.salt)
         try:
             self.manager.take_over(request, place, taken)
@@ -387,7 +387,7 @@ class CacheState:
         blocks = hit.blocks if hit.length else ()
         return self.plan.blocks_for(length) - len(blocks) + self.manager.blocks.idle_among(blocks)
 
-    def _floor(self, length: int) -> int:
+    def floor(self, length: int) -> int:
         """Smallest length that a request restored at ``length`` can go back to: 0 if nothing had left its rings."""
         rings = [component for _, _, component in owned(self.spec) if component.in_checkpoint]
         return 0 if all(component.live(length).start == 0 for component in rings) else length

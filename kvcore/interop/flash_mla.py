@@ -12,6 +12,7 @@ row, then all scales, 8 bytes a row. Only kernels that know the page may read th
 from typing import Any, NamedTuple
 
 from kvcore.backends.torch_triton.flash import FORMAT, entry_indices, k_cache, window_indices
+from kvcore.cache.inside import writes_of
 from kvcore.errors import StepError
 
 __all__ = ["FORMAT", "SparseDecode", "entry_indices", "k_cache", "sparse_decode", "window_indices"]
@@ -52,7 +53,7 @@ def sparse_decode(
         StepError: the step brings more tokens than the ring has spare rows, so its window rows wait for the commit; or
             it replays a hit under the policy ``approximate``, whose windows begin later than FlashMLA knows.
     """
-    if layer._index.left_padding is not None:
+    if writes_of(layer).context.index.left_padding is not None:
         raise StepError(
             got="a step that replays the window of a prefix hit", where="sparse_decode", allowed="layer.attend(q)"
         )

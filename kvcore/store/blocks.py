@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcore.cache.cache import Cache
+from kvcore.cache.inside import state_of
 from kvcore.errors import SpecError
 from kvcore.portable.rows import owned
 from kvcore.step import StepRequest
@@ -73,5 +74,5 @@ class Blocks:
 
     def _row(self, blocks: Sequence[int]) -> StepRequest:
         """The blocks as those of a request, where they lie now."""
-        manager: Any = self.cache._state.manager
+        manager: Any = state_of(self.cache).manager
         return StepRequest(0, len(blocks) * self.cache.spec.block_tokens, 0, manager.units(blocks), 0)

@@ -168,7 +168,7 @@ def load(
     length = count * spec.block_tokens
     state, pages = cache._state, pages[:count]
     rows = _state(rings, held, length)
-    left = RequestRecord(length=length, floor=state._floor(length), tokens=ids[:length], salt=salt, checkpoints=[])
+    left = RequestRecord(length=length, floor=state.floor(length), tokens=ids[:length], salt=salt, checkpoints=[])
     behind, layers = None, {key for key in form.keys if far and _is_selected(spec, key)}
     if layers:
         behind = _left_behind(spec, form.rows(pages, set(form.keys) - layers), length)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvcore.cache import Cache, Step
+from kvcore.cache.inside import state_of
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.requests.manager import Request
 from kvcore.testing.model import Left, Model, require
@@ -76,7 +77,7 @@ class RandomLife:
         self._joined(request)
         if request.length:
             self.happened["hit"] += 1
-            stored = self.cache._state.row(request).stored
+            stored = state_of(self.cache).row(request).stored
             self.model.took_over(
                 request.id, list(prompt or ()), request.length, stored, list(request.blocks), not request.approximate
             )

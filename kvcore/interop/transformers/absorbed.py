@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvcore.cache.inside import writes_of
 from kvcore.interop.transformers.deferred import Deferred, deferred, made, outline
 from kvcore.interop.transformers.handed import HandedOut, Shared
 from kvcore.interop.transformers.projection import DIMS, Projection, absorbed, projection_of, valued
@@ -65,9 +66,9 @@ class Latents(HandedOut):
             layer.owner.refuse(layer.number, found)
             return None
         projection, selected = found
-        owner, context = layer.owner, self._handle._context
+        owner, context = layer.owner, writes_of(self._handle).context
         sink, scale = options.get("s_aux", options.get("sinks")), options.get("scaling")
-        given = self._handle._ops.attend(
+        given = context.ops.attend(
             context.pools,
             layer.number,
             context.index,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvcore.cache.inside import writes_of
 from kvcore.interop.transformers.attention import Facts, Forward
 from kvcore.interop.transformers.deferred import Deferred, Joined, deferred, outline
 from kvcore.interop.transformers.handed import HandedOut, Shared
@@ -63,15 +64,16 @@ class WindowAndEntries(HandedOut):
         ``behind``: what the model put behind the window.
         """
         layer, handle = self._layer, self._handle
-        owner, context = layer.owner, handle._context
+        owner, writes = layer.owner, writes_of(handle)
+        context = writes.context
         found = self._what(module, query, mask, options, behind)
         if isinstance(found, str):
             owner.refuse(layer.number, found)
             return None
         facts, selected, known = found
-        rows = handle._writes.unwritten("window")
+        rows = writes.unwritten("window")
         sink = options.get("s_aux", options.get("sinks"))
-        given = handle._ops.attend(
+        given = context.ops.attend(
             context.pools,
             layer.number,
             self._index(context.index, facts),

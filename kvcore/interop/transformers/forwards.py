@@ -19,6 +19,7 @@ from transformers import Cache
 
 import kvcore
 from kvcore import Request, to_numpy
+from kvcore.cache.inside import opened, writes_of
 from kvcore.cache.ring_writes import AT_ONCE
 from kvcore.errors import BackendError, OutOfBlocks, RequestError, StepError
 from kvcore.interop.transformers import reuse
@@ -249,7 +250,8 @@ class Forwards(Cache):
         if self.static:
             self._refused.clear()
         self._step = step = self._open(batch, new, kept=self._keeps and new == 1)
-        self._layer_of, context, start = step._state.layer, step._state.context, self.length
+        state, start = opened(step), self.length
+        self._layer_of, context = state.layer, state.context
         for layer, before in self._before.values() if new == 1 else ():
             if before.like[0][0] == batch and self._lends(layer, 1):
                 columns = len(layer.component.visible(start, start + 1))
@@ -267,13 +269,14 @@ class Forwards(Cache):
 
         Where every layer stores at once, layers alike need no handles that know what waits and what an abort puts back.
         """
-        context = handle._context
+        writes = writes_of(handle)
+        context = writes.context
         if self._step is None or not self._only_rows or layer.kind in self.alike:
             return
         plain = keys.dtype in ACCEPTED and values.dtype in ACCEPTED and not context.check and context.traced is None
         lent = self._lends(layer, keys.shape[2])
-        if plain and lent and context.ops.in_place and handle._writes.writing("kv") == AT_ONCE:
-            columns = handle._context.kv_columns(layer.component, ended=True)
+        if plain and lent and context.ops.in_place and writes.writing("kv") == AT_ONCE:
+            columns = context.kv_columns(layer.component, ended=True)
             ops, pools, index, known = context.ops, context.pools, context.index, context.known
             appending = known.get(layer.number, {}).get("append_kv")
             if appending is not None:
@@ -289,7 +292,7 @@ class Forwards(Cache):
     def handle_of(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
         """The handle of a layer that has stored k and v without one."""
         handle = self._layer_of(layer)
-        handle._writes.own["kv"] = k, v
+        writes_of(handle).own["kv"] = k, v
         return handle
 
     @contextmanager
@@ -315,13 +318,13 @@ class Forwards(Cache):
         if self._step is not None:
             self._refuse("another one")
         self._step = step = self._open(batch, 1, kept=True)
-        self._layer_of = step._state.layer
+        self._layer_of = opened(step).layer
         # What the step overwrites is noted with it, for an abort.
         if self._left.shape[0] != batch:
             with torch.inference_mode(False):
                 self._left = torch.zeros(batch, dtype=torch.int32, device=self.device)
-            self._prepare_captured(batch, Captured(step._state.context.ops, self._kv.pools, step.index, self._left))
-        self.captured = Captured(step._state.context.ops, self._kv.pools, step.index, self._left)
+            self._prepare_captured(batch, Captured(opened(step).context.ops, self._kv.pools, step.index, self._left))
+        self.captured = Captured(opened(step).context.ops, self._kv.pools, step.index, self._left)
         return torch.full((batch,), self.requests[0].length + 1, dtype=torch.int32, device=self.device)
 
     def _prepare_captured(self, batch: int, captured: Captured) -> None:

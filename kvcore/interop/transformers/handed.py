@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcore.cache.inside import writes_of
 from kvcore.errors import StepError
 from kvcore.interop.transformers.attention import PLAIN, Facts, Forward, facts_of, unknown
 from kvcore.interop.transformers.deferred import Deferred, deferred, outline
@@ -314,7 +315,7 @@ class Handed(HandedOut):
     def appended(cls, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> "Handed":
         """What a layer hands out of keys and values [B, heads, S, dim] that it stores by its handle."""
         if layer.kind not in forward.memo:
-            columns = handle._context.kv_columns(layer.component, ended=True)
+            columns = writes_of(handle).context.kv_columns(layer.component, ended=True)
             forward.memo[layer.kind] = SharedRows(layer, columns, forward, keys, values)
         give = layer.owner.give
         handle.append_kv(give(by_token(keys)), give(by_token(values)))
@@ -410,8 +411,8 @@ class Handed(HandedOut):
 
     def _attend(self, q: torch.Tensor, facts: Facts, sink: Any, scale: float | None) -> torch.Tensor:
         """By the layer's handle, which knows whether the pools hold all of its rows."""
-        context = self._handle._context
-        k, v = self._handle._writes.unwritten("kv") or (None, None)
+        writes = writes_of(self._handle)
+        context, (k, v) = writes.context, writes.unwritten("kv") or (None, None)
         index = self._index(context.index, facts)
         options = {"columns": self._shared.columns, "sink": sink, "scale": scale}
         return context.ops.attend_kv(context.pools, self._layer.number, index, q, k, v, **options).out

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvcore.cache.inside import writes_of
 from kvcore.interop.transformers.absorbed import Latents
 from kvcore.interop.transformers.compiled import notes, shown_by
 from kvcore.interop.transformers.compressed import WindowAndEntries
@@ -143,10 +144,11 @@ class StaticMlaLayer(MlaLayer):
                 rows = padded(rows, mask.shape[3])
                 found = attended_under(mask, query.unsqueeze(2), rows, rows[..., :rank], sink, scale).squeeze(1)
             else:
-                out = handle._ops.attend(
-                    handle._context.pools,
+                context = writes_of(handle).context
+                out = context.ops.attend(
+                    context.pools,
                     self.number,
-                    handle._context.index,
+                    context.index,
                     owner.give(query),
                     selected,
                     sink=None if sink is None else owner.give(sink.detach().float()),
@@ -238,7 +240,7 @@ class LatentLayer(LatentRows):
 
         What these have overwritten none of the queries sees.
         """
-        owner, (batch, _, new, _), context = self.owner, latents.shape, handle._context
+        owner, (batch, _, new, _), context = self.owner, latents.shape, writes_of(handle).context
         held = min(owner.length, self.component.window)  # the window's rows are those of the last `held` positions
         first = self._visible(new).start - (owner.length - held)
         found = context.ops.gather_window(context.pools, self.number, at_start(context.index))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvcore.cache.inside import writes_of
 from kvcore.errors import StepError
 from kvcore.interop.transformers.compiled import behind_padding, notes, stored_before
 from kvcore.interop.transformers.handed import Alike, Captured, Handed, SharedRows, likes
@@ -264,7 +265,7 @@ class StaticLayer(KVLayer):
         owner = self.owner
         with owner.forward(self.number, keys) as handle:
             handle.append_kv(owner.give(by_token(keys)), owner.give(by_token(values)))
-            index, whole = handle._context.index, None
+            index, whole = writes_of(handle).context.index, None
             if mask is not None:
                 # What a row sees begins behind its padding; it may not be one run up to the new token.
                 left, whole = behind_padding(mask, len(query), owner.length + 1, len(self._visible(1)))
@@ -281,16 +282,16 @@ class StaticLayer(KVLayer):
 
     def _attended(self, handle: Any, index: Any, query: torch.Tensor, sink: Any, scale: float | None) -> torch.Tensor:
         """Attention of q [B, H, 1, dim] to the rows where they lie -> [B, 1, H, dim]."""
-        owner = self.owner
-        k, v = handle._writes.unwritten("kv") or (None, None)
-        out = handle._ops.attend_kv(
-            handle._context.pools,
+        owner, writes = self.owner, writes_of(handle)
+        k, v = writes.unwritten("kv") or (None, None)
+        out = writes.context.ops.attend_kv(
+            writes.context.pools,
             self.number,
             index,
             owner.give(by_token(query)),
             k,
             v,
-            columns=handle._context.kv_columns(self.component, ended=True),
+            columns=writes.context.kv_columns(self.component, ended=True),
             sink=None if sink is None else owner.give(sink.detach().float()),
             scale=scale,
         ).out
