@@ -233,8 +233,7 @@ class Turns:
         if not (one.is_contiguous() and two.is_contiguous() and three.is_contiguous()):
             return False
         if INTERPRETED:
-            new = [out, more]
-            return program.run([one, two, three], self._index, self._lie[layer], out, new) is not False
+            return program.run([one, two, three], self._index, self._lie[layer], out, [out, more]) is not False
         return program.launch((first, second, third, *self._index, *self._lie[layer]), out, more)
 
 
@@ -359,11 +358,8 @@ class Replayed:
         held, token = self._seen.pools
         if held is not pools:
             return None
-        lie = {}
-        for layer, other in others.items():
-            known, places = other._places
-            if known is token and kind.program in places:
-                lie[layer] = places[kind.program]
+        program, placed = kind.program, ((layer, *other._places) for layer, other in others.items())
+        lie = {layer: places[program] for layer, known, places in placed if known is token and program in places}
         return Turns(self._seen, kind, token, lie)
 
     def again(self, door: str, pools: Any, index: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
