@@ -46,11 +46,11 @@ LARGE = {
     "max_position_embeddings": 1 << 17,
 }
 TINY = LARGE | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-ROOM = 128
+ROOM = 256
 """Tokens of a cache beyond its context."""
 
-ROUNDS, IN_ROW = 5, 4
-"""Steps in a row, and how often."""
+IN_ROW = 4
+"""Steps in a row."""
 
 MOST_HELD = 72 << 30
 """Bytes of keys and values, uncoded, of caches whose steps alternate."""
@@ -153,8 +153,8 @@ class Bench:
         return run
 
     @torch.inference_mode()
-    def decode(self, contenders: Sequence[Contender], batch: int, context: int, steps: int) -> None:
-        """Time of a step, alone and in a row, of contenders in turn."""
+    def decode(self, contenders: Sequence[Contender], batch: int, context: int, steps: int, rounds: int) -> None:
+        """Time of a step, alone and ``rounds`` times in a row, of contenders in turn."""
         runs: list[Run] = []
         for contender in contenders:
             run = self.guarded(self.opened, contender, "decode", batch, context)
@@ -170,7 +170,7 @@ class Bench:
                     run.host.append(time.perf_counter() - start)
                     self.sync()
                     run.alone.append(time.perf_counter() - start)
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 for run in runs:
                     self.sync()
                     start = time.perf_counter()
@@ -335,6 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose names contain one of these")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5, help="of steps in a row")
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--prompts", nargs="*", help="likewise; none where nothing follows")
     parser.add_argument("--compiled", nargs="*", help="likewise")
@@ -357,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         every = list(contenders(bench, chosen.formats, chosen.only))
         together = max(1, MOST_HELD // bench.bytes_of(batch, context))
         groups = [every[first : first + together] for first in range(0, len(every), together)]
-        measures += [partial(bench.decode, some, batch, context, chosen.steps) for some in groups]
+        measures += [partial(bench.decode, some, batch, context, chosen.steps, chosen.rounds) for some in groups]
     for batch, context in scenes_of(chosen.prompts, PROMPTS):
         sizes = "prompt", batch, context, chosen.steps
         some = contenders(bench, chosen.formats, chosen.only)
@@ -365,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for contender in compiled(bench):
         if is_chosen(contender, chosen.only):
             every = scenes_of(chosen.compiled, COMPILED)
-            measures += [partial(bench.decode, [contender], *scene, chosen.steps) for scene in every]
+            measures += [partial(bench.decode, [contender], *scene, chosen.steps, chosen.rounds) for scene in every]
     for measure in measures:
         measure()
         if chosen.out is not None:
@@ -382,6 +383,7 @@ def write(bench: Bench, chosen: argparse.Namespace) -> None:
         "device": torch.cuda.get_device_name() if bench.cuda else "cpu",
         "weights": bench.weights,
         "steps": chosen.steps,
+        "rounds": chosen.rounds,
         "rows": bench.rows,
     }
     chosen.out.mkdir(parents=True, exist_ok=True)
