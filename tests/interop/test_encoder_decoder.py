@@ -9,6 +9,8 @@ from transformers import (
     EncoderDecoderCache,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from kvcore.errors import SpecError, StepError
@@ -51,9 +53,31 @@ def t5():
     return model
 
 
+def whisper():
+    sizes = {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    config = WhisperConfig(
+        **sizes,
+        vocab_size=64,
+        encoder_attention_heads=4,
+        decoder_attention_heads=2,
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=40,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+        begin_suppress_tokens=None,
+        suppress_tokens=None,
+        init_std=0.3,
+    )
+    torch.manual_seed(0)
+    return WhisperForConditionalGeneration(config).eval()
+
+
 def spec_of(make):
     """T5's is not derived."""
-    if make is bart:
+    if make is not t5:
         return None
     return CacheSpec(
         layers=[LayerSpec(kv=KV(key_heads=4, key_dim=8, key_format="fp32", value_format="fp32", storage="slot"))] * 2
@@ -88,6 +112,18 @@ def test_tokens_are_those_of_the_models_own_cache(make, asked):
     last = {choice.reason for choice in cache.explain() if "last forward" in choice.verb}
     biased = {"an attention function with position_bias"} if make is t5 and asked == "cache" else set()
     assert last == biased
+
+
+@pytest.mark.parametrize(("asked", "beams"), [("auto", 3), ("cache", 1), ("model", 1)])
+def test_whisper_writes_down_what_it_writes_with_its_own_cache(asked, beams):
+    model = whisper()
+    sound = torch.randn(ROWS, 8, 40, generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": beams}
+    own = model.generate(input_features=sound, **options)
+    cache, both = beside(model, whisper, attention=asked, beams=beams)
+    assert torch.equal(own, model.generate(input_features=sound, cache=both, **options))
+    assert len(own.unique()) > 3
+    assert cache.length == NEW
 
 
 def test_beams():
