@@ -86,13 +86,13 @@ def index_select(layers: StepWrites, writes: RingWrites, q: Any, weights: Any, k
         return found
     context, given = writes.context, (q, weights, k)
     q, weights, columns = _indexed(layers, writes, "index_select", q, weights)
-    k = check_picks(k)
+    k = check_topk(k)
     found = context.ops.index_select(context.held, writes.number, context.index, q, weights, k, columns=columns)
     writes.note("index_select", given, {"columns": columns}, (q, weights, k, columns))
     return found
 
 
-def check_picks(k: Any) -> int:
+def check_topk(k: Any) -> int:
     """How many entries an indexer is to pick for every token."""
     return k if type(k) is int and k >= 0 else check_count(ShapeError, "index_select: k", k, 0)
 

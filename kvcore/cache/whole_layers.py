@@ -104,7 +104,7 @@ def _checked(writes: RingWrites, given: Decode) -> WholeLayer:
     if index is not None and keys is not None:
         index = attending.index_queries(writes, "index_select", *index)
         columns = attending.index_columns(context, "index_select", keys)
-        k = keys.topk if k is None else attending.check_picks(k)
+        k = keys.topk if k is None else attending.check_topk(k)
     asked = given.q, None, given.sink, given.scale, given.rope
     q, _, sink, scale, rope = attending.attend_arguments(writes, *asked)
     return WholeLayer(

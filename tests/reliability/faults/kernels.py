@@ -483,9 +483,14 @@ REPLAY = {
     ],
     "program.py": [
         (
-            "            places += (places[place] + offset,)\n",
-            "            places += (places[place],)\n",
+            "in new])\n        for place, offset in self._offsets:\n            places += (places[place] + offset,)\n",
+            "in new])\n        for place, offset in self._offsets:\n            places += (places[place],)\n",
             "a part of an array is taken from its start",
+        ),
+        (
+            "two.data_ptr())\n        for place, offset in self._offsets:\n            places += (places[place] + offset,)\n",
+            "two.data_ptr())\n        for place, offset in self._offsets:\n            places += (places[place],)\n",
+            "a part of an array is taken from its start by layers that take turns",
         ),
         (
             "            if array.offset % ALIGNED:\n",
@@ -493,9 +498,14 @@ REPLAY = {
             "a part off 16 bytes is given to a kernel that was compiled for one on them",
         ),
         (
-            "        if ready is None or ready[0] != device:\n",
-            "        if ready is None:\n",
+            "        if ready is None or ready[0] != device:\n            ready = ",
+            "        if ready is None:\n            ready = ",
             "another device is given the first one's kernels",
+        ),
+        (
+            "        if ready is None or ready[0] != device:\n            return",
+            "        if ready is None:\n            return",
+            "another device is given the first one's kernels by layers that take turns",
         ),
     ],
 }
