@@ -134,15 +134,25 @@ class Scene:
         for request in self.held:
             for start in range(0, history, AT_ONCE):
                 new = min(AT_ONCE, history - start)
-                with self.cache.step({request: new}, pad_tokens=new):
-                    # Only the length counts here: what is stored are the zeros of fresh pools.
-                    self.cache.pools = self.cache.pools
+                with self.cache.step({request: new}, pad_tokens=new) as step:
+                    self._store_keys(step.index, start, new)
         heads = 4 if tiny else 64
         self.given = [self._given(layer, heads, requests + 1) for layer in self.spec.layers]
         indexed = next(layer for layer in self.spec.layers if layer.index_keys)
         self.weights = self._made(indexed.entries.dim), self._made(indexed.index_keys.dim)
         rope = Rope(dim=64, theta=160000.0).inverse_frequencies
         self.rope = torch.tensor(rope, dtype=torch.float32, device=device)
+
+    def _store_keys(self, index: Any, start: int, new: int) -> None:
+        """Random index keys for what ``new`` tokens close, so that no two scores are equal; the rest stays zeros."""
+        pools = self.cache.pools
+        for number, layer in enumerate(self.spec.layers):
+            keys = layer.index_keys
+            if keys:
+                closed = (start + new) // keys.ratio - start // keys.ratio
+                made = self._made(closed, keys.dim, dtype=torch.bfloat16)
+                pools = self.cache.ops.store_entries(pools, number, index, None, made)
+        self.cache.pools = pools
 
     def _made(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(dtype)

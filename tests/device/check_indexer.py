@@ -1,10 +1,11 @@
 """Index scores and top-k with kernels: against fp64, and against a sort."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from kvcore.backends.torch_triton import indexer
+from kvcore.backends.torch_triton import indexer, run_triton
 from kvcore.kernels.triton.launches import indexer as launches
 from kvcore.spec import Entries, IndexKeys, LayerSpec
 from tests.device.reading_scene import off, scene, scores
@@ -59,6 +60,24 @@ def check(
     yield f"picks {what}, in one go", different(fused, picks)
     again = found.ops.index_select(found.pools, 0, found.index, q, w, k, columns=columns, run=run)
     yield f"picks {what}, in one go, repeated", different(again, fused)
+    if torch.device(device).type == "cuda":  # elsewhere whole rows of scores are kept, which interpreting takes long
+        yield from wide(
+            f"picks {what}", picks, columns, partial(found.ops.index_select, found.pools, 0, found.index, q, w, k)
+        )
+
+
+def wide(what: str, picks: torch.Tensor, columns: int, choose) -> Iterator[Problem]:
+    """The same picks of tables that are wider than what is seen, with room for all scores and for few."""
+    far = columns + launches.NARROW
+    yield f"{what}, of a wide table", different(choose(columns=far), picks)
+    held = launches.NARROW, launches.MOST_SCORES
+    launches.NARROW, launches.MOST_SCORES = columns // 2, 0
+    try:
+        yield f"{what}, of a wide table with little room", different(choose(columns=far), picks)
+        some = choose(columns=columns - 3)
+    finally:
+        launches.NARROW, launches.MOST_SCORES = held
+    yield f"{what}, of the first columns", different(some, choose(columns=columns - 3))
 
 
 def different(picks: torch.Tensor, want: torch.Tensor) -> str:
@@ -111,6 +130,30 @@ def long_runs(device: str) -> Iterator[Problem]:
         launches.ROUND = held
 
 
+def of_long_queries(device: str) -> Iterator[Problem]:
+    """A program a query, for those that see more than 33 entries."""
+    layer, k, columns, least = keys_layer("index_fp4_68_h", topk=40), 40, 170, 33
+    found = scene(layer, [4 * columns, 4 * least + 3, 4 * least + 4], [1, 1, 1], device, block_tokens=16)
+    tokens = len(found.host.positions)
+    q, w = torch.randn(tokens, 5, 128, device=device).to(torch.bfloat16), torch.randn(tokens, 5, device=device)
+    picks = indexer.select(found.ops.index_scores(found.pools, 0, found.index, q, w, columns=columns), k)
+    (part,) = found.ops.records[0, "index_keys"]
+    pools, room = [found.pools[name] for name in part.names], launches._list_room(k)
+    given = launches.BOUND[part.number].given(pools)
+    pairs = torch.zeros(tokens, room, dtype=torch.int64, device=device)
+    held, rotated = (torch.full(shape, torch.nan, device=device) for shape in ((tokens, launches.ROUND), q.shape))
+    at = found.index.positions, found.index.request_index, found.index.block_table
+    asked = launches._rotated(run_triton, q, rotated.to(q.dtype), part.number)
+    for first in (least, columns):
+        out = torch.full((tokens, k), -7, dtype=torch.int32, device=device)
+        kernel = launches._long_scores(part.number, 5, (run_triton.native(q), False, 0), 4, room, launches.kept(k))
+        numbers = 5, columns, at[2].shape[1], first, k, k + k // 4
+        run_triton.run(kernel, (tokens,), (out, pairs, held, asked, w, *given, *at), numbers)
+        seen = ((at[0] + 1) // 4).where(at[1] >= 0, 0)
+        want = torch.where((seen > first)[:, None], picks, -7)
+        yield f"queries that see more than {first}", different(out, want)
+
+
 def many_rows(device: str, n: int, k: int, ops, *, rows: int = 70) -> Iterator[Problem]:
     """Equal scores by the dozen, and rows with fewer than are asked for."""
     given = (torch.randn(rows, n, device=device) * 20).round()
@@ -129,6 +172,7 @@ def small(device: str) -> Iterator[Problem]:
     for weights in ("negative", "zero queries", "large queries"):
         yield from check(weights, keys_layer("index_fp8_132"), [90, 20], [1, 1], device, heads=3, weights=weights)
     yield from long_runs(device)
+    yield from of_long_queries(device)
     yield from check("of many runs", keys_layer("bf16", ratio=1, topk=520), [640], [1], device, heads=1, runs=40)
     found = scene(keys_layer("bf16"), [8], [1], device)
     yield from check_select(device, [(300, 7), (5, 9), (1, 1), (2100, 64)], found.ops)

@@ -187,6 +187,10 @@ GIVEN = {
         "q": Named("q", (T, HEADS, 128)), "record": number_of("index_keys"), "ratio": 4, "columns": 40_000, "k": K,
         "run": 8192,
     },
+    "seen_select_rows": {
+        "q": Named("q", (T, HEADS, 128), "bfloat16"), "record": number_of("index_keys"), "ratio": 4,
+        "block_table": Named("block_table", (T, COLUMNS)), "columns": 1 << 24, "k": K,
+    },
     "select_rows": {"k": K},
     "fill_units": {"pool": Named("pool", (9, 4096), "uint8"), "value": 0},
     "copy_units": {
@@ -216,14 +220,16 @@ KNOWN = {
 }  # fmt: skip
 """What kernels call it, and launches."""
 ATTENTION = "attend_rows", "attend_kv_rows", "attend_groups_rows"
+SCORES = "score_rows", "score_select_rows", "seen_select_rows"
 ALSO = {
     # Several arrays in one room, or one array in several roles.
     **{(name, part): ("workspace",) for name in ATTENTION for part in ("partial", "partial_lse")},
-    **{(name, part): ("rotated",) for name in ("score_rows", "score_select_rows") for part in ("out", "q")},
+    **{(name, part): ("rotated",) for name in SCORES for part in ("out", "q")},
     **{(name, "given_counts"): ("counts",) for name in ("select_rows", "score_select_rows")},
     ("select_rows", "hands"): ("counts",),
     ("score_select_rows", "given"): ("pairs",), ("select_rows", "given"): ("scores", "pairs"),
-    ("score_select_rows", "scores"): ("held",), ("digest_lanes", "rows"): ("words",),
+    **{(name, "scores"): ("held",) for name in ("score_select_rows", "seen_select_rows")},
+    ("digest_lanes", "rows"): ("words",),
     ("copy_units", "units"): ("sources", "targets"), ("copy_units", "others"): ("sources", "targets"),
     # Sums are let be where they are right.
     ("inverse_rope_rows", "lse"): ("out",),
@@ -248,6 +254,8 @@ FILLED = {
     *((name, part) for name in ("attend_kernel", "attend_hopper_kernel") for part in ("out", "lse")),
     # So does the choice of parts of rows.
     ("hopper_top_kernel", "indices"),
+    # Scores by the launch before, and how many there are.
+    ("hopper_top_kernel", "given"), ("hopper_top_kernel", "given_counts"),
 }  # fmt: skip
 """Arrays that a launch makes, and that a kernel does not write."""
 

@@ -205,8 +205,13 @@ def test_scores_compile(name, given, arch, size, record):
     assert takes_codes(keys) == (name == "index_fp8_132")
     config, constants = score_config(keys, 64, arch >= 89, codes, size)
     constants["RATIO"] = 4
-    alone = {"TILES": 4}, {"ROUND": ROUND, "ROOM": 2 * ROUND, "KEPT": 1024}
-    for kernel, more in zip((scores.scores_kernel, scores.best_scores_kernel), alone, strict=True):
+    listed = {"ROUND": ROUND, "ROOM": 2 * ROUND, "KEPT": 1024}
+    alone = {
+        scores.scores_kernel: {"TILES": 4}, scores.best_scores_kernel: listed, scores.long_scores_kernel: listed
+    }  # fmt: skip
+    for kernel, more in alone.items():
+        if kernel is scores.long_scores_kernel and arch != HOPPER:
+            continue
         types = {"q": "fp8e4nv"} if codes else {}
         options = {
             "given": "bf16" if codes else given,
@@ -238,6 +243,10 @@ def test_scores_on_hopper_compile(name, queries, record):
     case = f"{name}, {queries} tokens"
     found = check(record, case, scores_hopper.hopper_scores_kernel, 90, constants, **options)
     assert not found.spilled_bytes, found
+    if queries == 1:
+        del constants["QUERIES"]
+        found = check(record, case, scores_hopper.hopper_seen_scores_kernel, 90, constants, **options)
+        assert not found.spilled_bytes, found
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -273,8 +282,14 @@ def test_best_compiles(lists, slots, arch, record):
     assert found.spilled_bytes <= 512, found
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 16384), (64, 16384), (1, 262144), (64, 262144), (1000, 65536)])
-def test_best_on_hopper_compiles(rows, columns, record):
+@pytest.mark.parametrize(
+    ("rows", "columns", "seen"),
+    [
+        *product((1, 64), (16384, 262144), (False,)),
+        (1000, 65536, False), (64, 262144, True), (1000, 65536, True),
+    ],
+)  # fmt: skip
+def test_best_on_hopper_compiles(rows, columns, seen, record):
     parted = hopper_lists(132, rows, columns, 512)
     launches = [
         (parted.first, 0, parted.parts == 1, parted.run),
@@ -284,8 +299,9 @@ def test_best_on_hopper_compiles(rows, columns, record):
         constants = {
             "WARPS": held.warps, "DEEP": held.deep, "HANDS": held.hands, "BINS": 2048, "ROOM": parted.room,
             "LIST": lists, "LAST": last, "ONE": slots <= 32 * held.warps * held.deep, "WHOLE": True,
+            "SEEN": seen and not lists,
         }  # fmt: skip
-        case = f"{rows} rows of {columns}{', lists' * bool(lists)}"
+        case = f"{rows} rows of {columns}{', as far as seen' * seen}{', lists' * bool(lists)}"
         types = {"given": "i64" if lists else "fp32"}
         found = check(record, case, topk_hopper.hopper_top_kernel, 90, constants, warps=held.warps, types=types)
         # What waits while a full list is cut, which few calls come to.

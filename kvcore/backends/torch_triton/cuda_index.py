@@ -7,15 +7,20 @@ import torch
 from kvcore.backends.torch_triton import launch
 from kvcore.backends.torch_triton.cuda import PLAIN, Kernel, Ready, declined, name_of_kernels
 from kvcore.kernels.triton.device import native as is_native
-from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
+from kvcore.kernels.triton.launches.indexer import (
+    MOST_BEST,
+    MOST_SCORES,
+    RUN,
+    best_workspace,
+    runs_of,
+    seen_of,
+    seen_workspace,
+)
 from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.scores import scored, takes_codes
 from kvcore.kernels.triton.topk import LARGEST_K, select_workspace
 from kvcore.ops import bounds
 from kvcore.ops.choices import Decision, Declined
-
-MOST_SCORES = 1 << 26
-"""Scores that ``index_select`` keeps whole: 256 MiB. Up to there lists of the best save little and take longer."""
 
 TOO_MANY = Declined(f"k > {LARGEST_K}")
 
@@ -86,14 +91,22 @@ def select(bound, ops, scores, k):
 
 
 def index_select(bound, ops, pools, layer, index, q, weights, k, *, columns=None, run=None):
-    """``select(index_scores(...), k)``; beyond MOST_SCORES in one go, each program keeping its run's best.
+    """``select(index_scores(...), k)``, of wide tables on what queries see; else, beyond MOST_SCORES, in one go.
 
     Args:
-        run: entries of a program, in one go whatever there are.
+        run: entries of a program that keeps its run's best, in one go whatever there are.
     """
     columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
-    whole = run is None and len(q) * columns <= MOST_SCORES
-    if whole or not len(index.slots) or not q.numel() or not 0 < k <= MOST_BEST:
+    some, number = len(index.slots) and q.numel() and 0 < k <= MOST_BEST, bound.part.number
+    if some and run is None:
+        queries = bound.queries(q)
+        seen = seen_of(launch.run_triton, ops.props, queries, index.block_table, number, columns, k)
+        if seen is not None:
+            *room, held = seen_workspace(seen, len(q), columns, k)
+            given = *_given(bound, ops, pools, index, q, weights), *_pairs(ops, room)
+            held = ops.workspaces.take("scores", held)
+            return launch.calls().seen_select_rows(*given, held, number, bound.ratio, columns, k)
+    if not some or (run is None and len(q) * columns <= MOST_SCORES):
         return ops.select(index_scores(bound, ops, pools, layer, index, q, weights, columns=columns), k)
     run = run or RUN
     *room, held = best_workspace(runs_of(ops.props, len(q), columns, run, k), k)
@@ -101,7 +114,7 @@ def index_select(bound, ops, pools, layer, index, q, weights, k, *, columns=None
         *_given(bound, ops, pools, index, q, weights),
         *_pairs(ops, room),
         ops.workspaces.take("scores", held),
-        bound.part.number,
+        number,
         bound.ratio,
         columns,
         k,

@@ -19,7 +19,7 @@ from kvcore.kernels.triton.codes import bf16_bits, e8m0_value, load_float
 from kvcore.kernels.triton.device import INTERPRETED
 from kvcore.kernels.triton.record import RowRecord, ceil_div, power_of_two, power_of_two_scaled
 from kvcore.kernels.triton.rows import channels, element_offsets, hadamard
-from kvcore.kernels.triton.topk import LOWEST, order_of, pair_of, truncate_list
+from kvcore.kernels.triton.topk import LOWEST, order_of, pair_of, store_sorted, truncate_list
 from kvcore.ops.choices import Declined
 
 
@@ -360,37 +360,25 @@ def scores_kernel(
         tl.store(out_at + tile * KEYS + n, tl.full([KEYS], float("-inf"), tl.float32), mask=column < columns)
 
 
-@triton.jit(do_not_specialize=["tokens", "parts", "columns", "table_columns", "run", "k", "most"])
-def best_scores_kernel(
-    pairs_ptr, counts_ptr, scores_ptr, floors_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr,
-    request_ptr, table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
-    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    ROUND: tl.constexpr, ROOM: tl.constexpr, KEPT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    TAKEN: tl.constexpr, NATIVE: tl.constexpr,
+@triton.jit
+def best_of_run(
+    list_ptr, scores_ptr, floor_ptr, request, begin, last, k, most, q, weight, codes_ptr, scales_ptr, plain_ptr,
+    table_ptr, table_columns,
+    R: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, ROUND: tl.constexpr, ROOM: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """KEPT of every ``run`` entries, the best k among them -> pairs [tokens, parts, ROOM]; counts [tokens, parts].
+    """List the best k and some more of a request's entries from ``begin`` to before ``last``: (bound, count).
 
-    A program goes through its run in column order, a ROUND of keys at a time, whose scores are kept [programs, ROUND].
-    Those above a bound, at first all, are added to its list; before that might not take another round it is cut to its
-    best, which raises the bound. What no other program of the query could use any more is not kept either: floors
-    [tokens] are the highest bounds yet, less one, since equal scores of another run may come first. They decide how
-    long lists become, never what is selected in the end.
+    It goes through them in column order, a ROUND of keys at a time, whose scores are kept. Those above a bound, at
+    first all, are added to the list; before that might not take another round it is cut to its best, which raises the
+    bound. SHARED: what no other program of the query could use any more is not listed either: the floor is the highest
+    bound yet, less one, since equal scores of another run may come first.
     """
-    token, part = tl.program_id(0) % tokens, tl.program_id(0) // tokens
-    request, visible, weight, q = query_of(
-        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, TAKEN
-    )
-    # Tables may be far wider than this request: its own entries are what the programs share.
-    share = tl.cdiv(tl.cdiv(tl.minimum(visible, columns), parts), KEYS) * KEYS
-    run = tl.minimum(run, tl.maximum(share, ROUND))
-    last = tl.minimum(tl.minimum(visible, columns), part * run + run)
-    place = token.to(tl.int64) * parts + part
-    list_ptr, scores_ptr = pairs_ptr + place * ROOM, scores_ptr + place * ROUND
     bound = tl.full([], LOWEST, tl.int32)
     count = tl.full([], 0, tl.int32)
     n = tl.arange(0, KEYS)
     every = tl.arange(0, ROUND)
-    for first in range(part * run, last, ROUND):
+    for first in range(begin, last, ROUND):
         unit = unit_of(request, first + n, last, table_ptr, table_columns, R)
         for tile in tl.range(0, tl.cdiv(tl.minimum(last - first, ROUND), KEYS), num_stages=STAGES):
             column = first + tile * KEYS + n
@@ -404,7 +392,9 @@ def best_scores_kernel(
             tl.store(scores_ptr + tile * KEYS + n, score)
         tl.debug_barrier()
         order = order_of(tl.load(scores_ptr + every, mask=first + every < last, other=float("-inf")))
-        floor = tl.maximum(bound, tl.load(floors_ptr + token, volatile=True))
+        floor = bound
+        if SHARED:
+            floor = tl.maximum(bound, tl.load(floor_ptr, volatile=True))
         kept = (order > floor).to(tl.int32)
         at = count + tl.cumsum(kept, axis=0) - kept
         tl.store(list_ptr + at, pair_of(order, first + every), mask=kept == 1)
@@ -412,8 +402,71 @@ def best_scores_kernel(
         tl.debug_barrier()
         if count > ROOM - ROUND:
             bound, count = truncate_list(list_ptr, count, bound, k, most, ROOM)
-            tl.atomic_max(floors_ptr + token, bound - 1, sem="relaxed")
+            if SHARED:
+                tl.atomic_max(floor_ptr, bound - 1, sem="relaxed")
             tl.debug_barrier()
+    return bound, count
+
+
+@triton.jit(do_not_specialize=["tokens", "parts", "columns", "table_columns", "run", "k", "most"])
+def best_scores_kernel(
+    pairs_ptr, counts_ptr, scores_ptr, floors_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr,
+    request_ptr, table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    ROUND: tl.constexpr, ROOM: tl.constexpr, KEPT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    TAKEN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """KEPT of every ``run`` entries, the best k among them -> pairs [tokens, parts, ROOM]; counts [tokens, parts].
+
+    Scores of a round are kept [programs, ROUND], floors of queries [tokens]: see ``best_of_run``. They decide how long
+    lists become, never what is selected in the end.
+    """
+    token, part = tl.program_id(0) % tokens, tl.program_id(0) // tokens
+    request, visible, weight, q = query_of(
+        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, TAKEN
+    )
+    # Tables may be far wider than this request: its own entries are what the programs share.
+    share = tl.cdiv(tl.cdiv(tl.minimum(visible, columns), parts), KEYS) * KEYS
+    run = tl.minimum(run, tl.maximum(share, ROUND))
+    last = tl.minimum(tl.minimum(visible, columns), part * run + run)
+    place = token.to(tl.int64) * parts + part
+    list_ptr = pairs_ptr + place * ROOM
+    bound, count = best_of_run(
+        list_ptr, scores_ptr + place * ROUND, floors_ptr + token, request, part * run, last, k, most, q, weight,
+        codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns, R, S, KEYS, ROUND, ROOM, STAGES, AHEAD, TAKEN,
+        NATIVE, True,
+    )  # fmt: skip
     if count > KEPT:
         bound, count = truncate_list(list_ptr, count, bound, k, k, ROOM)
     tl.store(counts_ptr + place, count)
+
+
+@triton.jit(do_not_specialize=["columns", "table_columns", "least", "k", "most"])
+def long_scores_kernel(
+    indices_ptr, pairs_ptr, scores_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr,
+    request_ptr, table_ptr, heads, columns, table_columns, least, k, most,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    ROUND: tl.constexpr, ROOM: tl.constexpr, KEPT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    TAKEN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The best k <= KEPT of a query that sees more than ``least`` entries -> indices [tokens, k], one program each.
+
+    Others' indices stay as they are. Lists are pairs [tokens, ROOM], scores of a round [tokens, ROUND].
+    """
+    token = tl.program_id(0)
+    position = tl.where(tl.load(request_ptr + token) >= 0, tl.load(positions_ptr + token), -1)
+    if (position + 1) // RATIO > least:
+        request, visible, weight, q = query_of(
+            token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, TAKEN
+        )
+        place = token.to(tl.int64)
+        list_ptr, last = pairs_ptr + place * ROOM, tl.minimum(visible, columns)
+        bound, count = best_of_run(
+            list_ptr, scores_ptr + place * ROUND, scores_ptr, request, 0, last, k, most, q, weight, codes_ptr,
+            scales_ptr, plain_ptr, table_ptr, table_columns, R, S, KEYS, ROUND, ROOM, STAGES, AHEAD, TAKEN, NATIVE,
+            False,
+        )  # fmt: skip
+        if count > KEPT:
+            bound, count = truncate_list(list_ptr, count, bound, k, k, ROOM)
+        tl.debug_barrier()
+        store_sorted(indices_ptr + place * k, list_ptr, count, k, KEPT)

@@ -9,7 +9,7 @@ Nibbles become bf16 numbers, e4m3 codes fp16 numbers: both hold all of a key's. 
 fp16 numbers too, each head's times a power of two of its own that its weight takes back.
 
 Which keys and calls it takes is said in ``scores``. Map: ``word_layout`` and the decoders tell the order of channels;
-the kernel is last.
+the kernels are last.
 """
 
 from triton.experimental import gluon
@@ -437,3 +437,45 @@ def hopper_codes_kernel(
     for tile in range(some, tiles):
         column = run + tile * 64 + n
         gl.store(out_at + column, gl.full([64], float("-inf"), gl.float32, ROW), mask=column < columns)
+
+
+@gluon.jit(do_not_specialize=["tokens", "columns", "table_columns", "line", "fewest", "low", "high"])
+def hopper_seen_scores_kernel(
+    out_ptr, counts_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, positions_ptr, request_ptr, table_ptr,
+    tokens, heads, columns, table_columns, line, fewest, low, high,
+    R: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr, TAKEN: gl.constexpr, WHOLE: gl.constexpr,
+    LEAN: gl.constexpr,
+):  # fmt: skip
+    """Scores of what a query sees of the first ``columns`` entries -> out [tokens, line]; how many -> counts [tokens].
+
+    Tables may be far wider than what is seen, which a query's programs share, ``fewest`` tiles each or more. Behind it
+    the rest of a tile is -inf, and nothing else is written. Where ``line``, a multiple of 64, is less there are no
+    scores, and the count is 0. ``low``, ``high`` and LEAN are those of ``hopper_scores_kernel``.
+    """
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    token = gl.program_id(0) % tokens
+    part, parts = gl.program_id(0) // tokens, gl.num_programs(0) // tokens
+    request = gl.load(request_ptr + token)
+    position = gl.where(request >= 0, gl.load(positions_ptr + token), -1)
+    seen = gl.minimum((position + 1) // RATIO, columns)
+    seen = gl.where(seen <= line, seen, 0)
+    if part == 0:
+        gl.store(counts_ptr + token, seen)
+    tiles = gl.cdiv(seen, 64)
+    tiles = gl.cdiv(tiles, gl.maximum(gl.minimum(parts, tiles // fewest), 1))
+    run = part * (64 * tiles)
+    if run < seen:
+        request, last = gl.maximum(request, 0), gl.minimum(seen, run + 64 * tiles)
+        q, weight = load_queries(token, q_ptr, weights_ptr, heads, M, HEADS)
+        begun = begin_run(request, last, run, codes_ptr, scales_ptr, table_ptr, table_columns, R, TAKEN, WHOLE)
+        held, weight = held_queries(q, weight, M, HEADS, TAKEN)
+        if LEAN:
+            weight = gl.allocate_shared_memory(gl.float32, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]), weight)
+        fence_async_shared()
+        if LEAN:
+            barrier()
+        queries = ((held, weight, out_ptr + token.to(gl.int64) * line),)
+        score_run(
+            begun, request, last, (seen,), (line,), queries, codes_ptr, scales_ptr, table_ptr, table_columns, run,
+            0, low, high, R, M, HEADS, TAKEN, WHOLE, LEAN,
+        )  # fmt: skip

@@ -386,14 +386,20 @@ def rank_kernel(indices_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.co
             tl.store(indices_ptr + token * k + at, tl.full([BLOCK], -1, tl.int32), mask=at < k)
 
 
+@triton.jit
+def store_sorted(indices_ptr, pairs_ptr, count, k, SLOTS: tl.constexpr):
+    """Columns of ``count`` <= SLOTS pairs by rank -> indices [k <= SLOTS], -1 beyond the last."""
+    at = tl.arange(0, SLOTS)
+    pair = tl.sort(tl.load(pairs_ptr + at, mask=at < count, other=NO_PAIR), descending=True)
+    column = 0x7FFFFFFF - (pair & 0xFFFFFFFF).to(tl.int32)
+    tl.store(indices_ptr + at, tl.where(at < count, column, -1), mask=at < k)
+
+
 @triton.jit(do_not_specialize=["line", "k"])
 def sort_kernel(indices_ptr, pairs_ptr, counts_ptr, line, k, SLOTS: tl.constexpr):
     """Columns by rank -> indices [rows, k <= SLOTS], -1 beyond the last; a program sorts a row's pairs.
 
     Pairs are [rows, line], as many of them as counts [rows] say, SLOTS at most.
     """
-    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
-    count = tl.load(counts_ptr + token)
-    pair = tl.sort(tl.load(pairs_ptr + token * line + at, mask=at < count, other=NO_PAIR), descending=True)
-    column = 0x7FFFFFFF - (pair & 0xFFFFFFFF).to(tl.int32)
-    tl.store(indices_ptr + token * k + at, tl.where(at < count, column, -1), mask=at < k)
+    token = tl.program_id(0).to(tl.int64)
+    store_sorted(indices_ptr + token * k, pairs_ptr + token * line, tl.load(counts_ptr + token), k, SLOTS)

@@ -359,7 +359,7 @@ def best_of(
 def hopper_top_kernel(
     indices_ptr, pairs_ptr, counts_ptr, given_ptr, given_counts_ptr, n, line, k, most, parts, run,
     WARPS: gl.constexpr, DEEP: gl.constexpr, HANDS: gl.constexpr, BINS: gl.constexpr, ROOM: gl.constexpr,
-    LIST: gl.constexpr, LAST: gl.constexpr, ONE: gl.constexpr, WHOLE: gl.constexpr,
+    LIST: gl.constexpr, LAST: gl.constexpr, ONE: gl.constexpr, WHOLE: gl.constexpr, SEEN: gl.constexpr,
 ):  # fmt: skip
     """The best k of rows -> indices [rows, k], -1 beyond the last; else the best k or somewhat more of their parts.
 
@@ -367,6 +367,7 @@ def hopper_top_kernel(
     ``line`` apart, with at most LIST pairs each and as many as their counts [rows, n] say; a row is one part.
     LAST: the best are ranked. Else they are listed: pairs [rows, parts, ROOM], their numbers counts [rows, parts].
     ONE: a part is one tile. WHOLE: n, line and run are multiples of 4. ``most`` pairs stay of a list that was full.
+    SEEN: of scores those before counts [rows], which parts share; as far as the next multiple of 4 they are -inf.
     """
     part, token = gl.program_id(0) % parts, (gl.program_id(0) // parts).to(gl.int64)
     if LIST:
@@ -377,6 +378,9 @@ def hopper_top_kernel(
         if WHOLE:
             n, line, run = n // 4 * 4, line // 4 * 4, run // 4 * 4
         given_ptr += token * line
+        if SEEN:
+            n = gl.cdiv(gl.load(given_counts_ptr + token), 4) * 4
+            run = gl.cdiv(gl.cdiv(n, parts), 4) * 4
         begin = part * run
         end = gl.minimum(n, begin + run)
     base = shared_room(8 * BINS + 16 + 8 * ROOM)

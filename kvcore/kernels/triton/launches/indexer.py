@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 from kvcore.kernels.triton import scores
 from kvcore.kernels.triton.device import INTERPRETED, DeviceProps, hopper
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
-from kvcore.kernels.triton.launches.topk import Lists, rank_lists
+from kvcore.kernels.triton.launches.topk import Lists, hopper_rows, rank_lists
 from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.scores import (
     HOPPER_KEYS,
+    HOPPER_PROGRAMS,
     ScoreConfig,
     fitted_tiles,
     hopper_takes,
@@ -19,7 +20,7 @@ from kvcore.kernels.triton.scores import (
     size_of,
 )
 from kvcore.kernels.triton.shape import tile
-from kvcore.kernels.triton.topk import workspace
+from kvcore.kernels.triton.topk import HOPPER_K, HOPPER_SLOTS, HopperLists, hopper_lists, workspace
 
 RUN, MOST_RUNS = 8192, 128
 """Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""
@@ -40,6 +41,12 @@ CODES_REGISTERS, CODES_STAGES, CODES_PROGRAMS = 96, 3, 5
 multiprocessor."""
 NO_FLOOR = -(1 << 31)
 """Below every score's order."""
+MOST_SCORES = 1 << 26
+"""Scores that are kept whole: 256 MiB. Up to there lists of the best save little and take longer."""
+NARROW = 8192
+"""Columns up to which those that a query does not see cost less than to look for what it sees."""
+SEEN_TILES, SEEN_PARTS = 16, 8
+"""Fewest tiles of a program that takes part of what a query sees, and fewest programs of a query that sees much."""
 MOST_BEST = 2048
 """Picks that a list of a run is made for: its cut holds twice as many pairs in registers."""
 
@@ -83,6 +90,29 @@ def _hopper_codes(record: int, heads: int, ratio: int, ahead: bool) -> Kernel:
 
 
 @cache
+def _seen_scores(record: int, heads: int, taken: str, ratio: int) -> Kernel:
+    # Gluon is not loaded where it cannot run.
+    from kvcore.kernels.triton.scores_hopper import hopper_seen_scores_kernel
+
+    known = BOUND[record].record
+    whole = known.rows % HOPPER_KEYS == 0
+    lean = whole and taken == "nibbles" and heads <= LEAN_HEADS
+    constants = {
+        "R": known, "RATIO": ratio, "HEADS": max(16, power_of_two(heads)), "TAKEN": taken, "WHOLE": whole, "LEAN": lean,
+    }  # fmt: skip
+    options = {"maxnreg": LEAN_REGISTERS} if lean else {}
+    return Kernel(hopper_seen_scores_kernel, constants, writes=("out", "counts"), fused=True, **options)
+
+
+@cache
+def _long_scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, room: int, kept: int) -> Kernel:
+    config, constants = _config(record, heads, *how)
+    constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room, "KEPT": kept}
+    writes = "indices", "pairs", "scores"
+    return Kernel(scores.long_scores_kernel, constants, config.warps, writes=writes, fused=True, **REGISTERS)
+
+
+@cache
 def _best_scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, room: int, kept: int) -> Kernel:
     config, constants = _config(record, heads, *how)
     constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room, "KEPT": kept}
@@ -108,7 +138,7 @@ def _rotated(to: Framework, q: Array, room: Array, number: int) -> Array:
     return rotated
 
 
-def _on_hopper(to: Framework, q: Array, record: int, scores: int, requests: int) -> str:
+def _on_hopper(to: Framework, props: DeviceProps, q: Array, record: int, scores: int, requests: int) -> str:
     """What ``hopper_scores_kernel`` takes of keys for these queries; "" where another one takes them.
 
     Large calls with queries in e4m3, and those with several a request, take FP8 tensor cores: half the products' work
@@ -117,7 +147,7 @@ def _on_hopper(to: Framework, q: Array, record: int, scores: int, requests: int)
     known = BOUND[record].record
     small = size_of(scores) < 2 and q.shape[0] < 2 * requests
     narrow = known.hadamard or q.dtype == to.bfloat16 or (q.dtype == to.e4m3 and small)
-    return hopper_takes(known, q.shape[1]) if narrow and to.gluon and hopper(to.props(q)) else ""
+    return hopper_takes(known, q.shape[1]) if narrow and to.gluon and hopper(props) else ""
 
 
 def _as_they_are(to: Framework, q: Array, record: int, requests: int) -> bool:
@@ -162,7 +192,7 @@ def score_rows(
         )
         return out
     size = size_of(tokens * columns)
-    taken = _on_hopper(to, q, record, tokens * columns, block_table.shape[0])
+    taken = _on_hopper(to, to.props(q), q, record, tokens * columns, block_table.shape[0])
     if taken:
         # Tokens in a row are mostly one request's where there are more of them than requests.
         queries = 2 if tokens >= 2 * block_table.shape[0] else 1
@@ -199,6 +229,16 @@ def score_rows(
     return out
 
 
+def kept(k: int) -> int:
+    """Pairs of a run that are handed on at most: cutting a list of few more than k takes longer than merging it."""
+    return 2 * power_of_two(k)
+
+
+def _list_room(k: int) -> int:
+    """Pairs that a list of a run has room for: before it might not take another round it is cut."""
+    return max(2 * ROUND, 2 * power_of_two(k))
+
+
 class Runs(NamedTuple):
     """Runs of a query, keys of each; queries whose runs are kept at a time; pairs that a run's list has room for."""
 
@@ -216,18 +256,12 @@ def runs_of(props: DeviceProps, tokens: int, columns: int, run: int, k: int) -> 
     keys = min(run, ceil_div(tokens * columns, 8 * props.multiprocessors))
     most = max(FEWEST_RUNS, min(MOST_RUNS, RUNS_AT_ONCE // tokens))
     runs = max(1, min(most, ceil_div(columns, max(keys, 16))))
-    room = max(2 * ROUND, 2 * power_of_two(k))
     # A padded step's queries are a few more than a round number, which would be all that is left for another pass.
     passes = max(1, round(tokens * runs / RUNS_AT_ONCE))
     share = ceil_div(tokens, passes)
     # Programs are launched again on parts of arrays that begin on boundaries of 16 bytes.
     share += -share % 4 if share > 4 else 0
-    return Runs(runs, ceil_div(columns, runs), min(tokens, share), room)
-
-
-def kept(k: int) -> int:
-    """Pairs of a run that are handed on at most: cutting a list of few more than k takes longer than merging it."""
-    return 2 * power_of_two(k)
+    return Runs(runs, ceil_div(columns, runs), min(tokens, share), _list_room(k))
 
 
 def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:
@@ -257,7 +291,7 @@ def score_select_rows(
         return out
     runs = runs_of(to.props(q), tokens, columns, run, k)
     # As close as ``score_rows`` has them.
-    codes = q.dtype == to.e4m3 and not _on_hopper(to, q, record, tokens * columns, block_table.shape[0])
+    codes = q.dtype == to.e4m3 and not _on_hopper(to, to.props(q), q, record, tokens * columns, block_table.shape[0])
     how = to.native(q), codes, size_of(tokens * columns)
     kernel = _best_scores(record, heads, how, ratio, runs.room, kept(k))
     pools, most = BOUND[record].given(buffers), min(k + k // 4, runs.room - ROUND)
@@ -277,4 +311,76 @@ def score_select_rows(
         )
         lists = Lists(pairs, counts, runs.runs, runs.room, kept(k))
         rank_lists(to, chosen, some, lists, (pairs, counts), k)
+    return out
+
+
+class Seen(NamedTuple):
+    """Scores of a query that there is room for, whole tiles, and how the best of them are found."""
+
+    room: int
+    lists: HopperLists
+
+
+def seen_of(
+    to: Framework, props: DeviceProps, q: Array, block_table: Array, record: int, columns: int, k: int
+) -> Seen | None:
+    """How ``seen_select_rows`` takes a call; None where whole rows of scores, or lists of runs, are as good or better.
+
+    It is for steps of a token a request, whose tables may be far wider than what is seen.
+    """
+    tokens, requests = q.shape[0], block_table.shape[0]
+    if columns <= NARROW or k > HOPPER_K or tokens >= 2 * requests:
+        return None
+    room = ceil_div(min(columns, max(NARROW, MOST_SCORES // tokens)), HOPPER_KEYS) * HOPPER_KEYS
+    if not _on_hopper(to, props, q, record, tokens * room, requests):
+        return None
+    lists = hopper_lists(props.multiprocessors, tokens, room, k)
+    return Seen(room, lists) if lists.parts * lists.room <= HOPPER_SLOTS else None
+
+
+def seen_workspace(seen: Seen, tokens: int, columns: int, k: int) -> tuple[int, int, int]:
+    """Pairs, counts and scores that ``seen_select_rows`` needs."""
+    parts = seen.lists.parts
+    pairs, counts = (tokens * parts * seen.lists.room, tokens * parts) if parts > 1 else (0, 0)
+    long = tokens if seen.room < columns else 0
+    return max(pairs, long * _list_room(k)), counts, long * ROUND
+
+
+@launch("rotated", "pairs", "counts", "held", outputs=_score_select_out)
+def seen_select_rows(
+    to: Framework, q: Array, weights: Array, positions: Array, request_index: Array, block_table: Array,
+    buffers: list[Array], rotated: Array, pairs: Array, counts: Array, held: Array, record: int, ratio: int,
+    columns: int, k: int,
+) -> Array:  # fmt: skip
+    """What ``score_select_rows`` gives, for calls that ``seen_of`` takes: work is on columns alone that queries see.
+
+    Queries that see more than there is room for have a program each, which keeps their best.
+
+    Args:
+        pairs, counts, held: int64, int32 and fp32, as many as ``seen_workspace`` says.
+    """
+    out, props = _score_select_out(to, q, k), to.props(q)
+    seen = seen_of(to, props, q, block_table, record, columns, k)
+    assert seen is not None
+    tokens, heads, _ = q.shape
+    taken = _on_hopper(to, props, q, record, tokens * seen.room, block_table.shape[0])
+    programs = max(SEEN_PARTS, ceil_div(2 * HOPPER_PROGRAMS * props.multiprocessors, tokens))
+    kept_scores, numbers = to.empty((tokens, seen.room), to.float32, q), to.empty((tokens,), to.int32, q)
+    pools, width = BOUND[record].given(buffers), block_table.shape[1]
+    q = _rotated(to, q, rotated, record)
+    to.run(
+        _seen_scores(record, heads, taken, ratio),
+        (tokens * programs,),
+        (kept_scores, numbers, q, weights, *pools[:2], positions, request_index, block_table),
+        (tokens, heads, columns, width, seen.room, SEEN_TILES, 64, 4),
+    )
+    hopper_rows(to, out, kept_scores, tokens, (pairs, counts), k, seen.lists, numbers)
+    if seen.room < columns:
+        how, room = (to.native(q), False, size_of(tokens * columns)), _list_room(k)
+        to.run(
+            _long_scores(record, heads, how, ratio, room, kept(k)),
+            (tokens,),
+            (out, pairs, held, q, weights, *pools, positions, request_index, block_table),
+            (heads, columns, width, seen.room, k, min(k + k // 4, room - ROUND)),
+        )
     return out

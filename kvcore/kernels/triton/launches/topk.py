@@ -59,13 +59,15 @@ def _sort(slots: int) -> Kernel:
 
 
 @cache
-def _hopper_best(tile: HopperTile, room: int, lists: int, last: bool, one: bool, whole: bool) -> Kernel:
+def _hopper_best(
+    tile: HopperTile, room: int, lists: int, last: bool, one: bool, whole: bool, seen: bool = False
+) -> Kernel:
     # Gluon is not loaded where it cannot run.
     from kvcore.kernels.triton.topk_hopper import hopper_top_kernel
 
     constants = {
         "WARPS": tile.warps, "DEEP": tile.deep, "HANDS": tile.hands, "BINS": 2048, "ROOM": room, "LIST": lists,
-        "LAST": last, "ONE": one, "WHOLE": whole,
+        "LAST": last, "ONE": one, "WHOLE": whole, "SEEN": seen,
     }  # fmt: skip
     writes = ("indices",) if last else ("pairs", "counts")
     return Kernel(hopper_top_kernel, constants, tile.warps, writes=writes, fused=True)
@@ -102,17 +104,22 @@ def _hopper_long_rows(
     to.run(rank, (rows,), (indices, pairs, counts, scores), (columns, k, k + k // 4))
 
 
-def _hopper_rows(
-    to: Framework, indices: Array, scores: Array, rows: int, space: tuple[Array, Array], k: int, lists: HopperLists
-) -> None:
-    """The best k of so many rows of scores -> indices; lists of their parts in ``space``, where rows have several."""
+def hopper_rows(
+    to: Framework, indices: Array, scores: Array, rows: int, space: tuple[Array, Array], k: int, lists: HopperLists,
+    seen: Array | None = None,
+) -> None:  # fmt: skip
+    """The best k of so many rows of scores -> indices; lists of their parts in ``space``, where rows have several.
+
+    Args:
+        seen: by row, scores that count.
+    """
     columns, room, most = scores.shape[1], lists.room, k + k // 4
     alone, slots = lists.parts == 1, 32 * lists.first.warps * lists.first.deep
     pairs, counts = _lists(to, space, 0, 0, (rows, lists.parts, room))
     to.run(
-        _hopper_best(lists.first, room, 0, alone, lists.run <= slots, columns % 4 == 0),
+        _hopper_best(lists.first, room, 0, alone, lists.run <= slots, columns % 4 == 0, seen is not None),
         (rows * lists.parts,),
-        (indices, pairs, counts, scores, counts),
+        (indices, pairs, counts, scores, counts if seen is None else seen),
         (columns, columns, k, most, lists.parts, lists.run),
     )
     if not alone:
@@ -158,7 +165,7 @@ def select_rows(to: Framework, scores: Array, pairs: Array, counts: Array, k: in
             _hopper_long_rows(to, indices, rows, some, (pairs, counts), k)
             continue
         if k <= HOPPER_K and lists.parts * lists.room <= HOPPER_SLOTS and to.gluon and hopper(props):
-            _hopper_rows(to, indices, rows, some, (pairs, counts), k, lists)
+            hopper_rows(to, indices, rows, some, (pairs, counts), k, lists)
             continue
         best, numbers = _lists(to, (pairs, counts), 0, 0, (some, parts, room))
         to.run(
