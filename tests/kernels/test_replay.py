@@ -183,6 +183,9 @@ def calls(ops, layer):
             lambda: ((some(TOKENS, spec.index_tail.width), some(TOKENS, spec.index_tail.width)), {}),
         )
         yield "index_scores", lambda: (given(), {"columns": 9})
+        # What is seen alone, with room for few of its scores, and for all.
+        yield "index_select", lambda: ((*given(), 4), {"columns": 1 << 25})
+        yield "index_select", lambda: ((*given(), 4), {"columns": 9000})
         yield "index_select", lambda: ((*given(), 4), {"columns": 9})
         yield "index_select", lambda: ((*given(), 4), {"columns": 900, "run": 64})
 
