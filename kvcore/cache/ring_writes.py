@@ -8,7 +8,7 @@ appends to its ``RingWrites`` and reads through them; the step drives all of the
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,7 +74,6 @@ class StepContext:
         copied: copies of arrays, as the backend makes them.
         traced, passed, known: see ``CacheState``.
         whole: the backend's verb for all of a layer; None: it has none.
-        undo: what an abort puts back.
         memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
             on.
         unflushed: the layer whose tails' rows wait for its flush; one at a time.
@@ -88,9 +87,9 @@ class StepContext:
         self.ops = cache.ops
         self.plan = cache.plan
         self.check = cache.check
-        self.copied: Callable[[Any], Any] = getattr(cache.ops, "copied", copy.deepcopy)
+        self.copied = cache.copied
         self.traced = cache.traced
-        self.whole: Callable[..., Any] | None = getattr(cache.ops, "whole_layer", None)
+        self.whole = cache.whole
         self.index = index
         self.numbers = numbers
         self.memo: dict[Any, Any] = {}
@@ -104,9 +103,13 @@ class StepContext:
         self.coming: dict[int, Coming] = {}
         self._cache = cache
         self._opening = opening
-        self.undo = Undo(
-            cache.ops, numbers, index, partial(cache.manager.deepest_truncations, opening.places, ahead=opening.ahead)
-        )
+
+    @cached_property
+    def undo(self) -> Undo:
+        """What an abort puts back."""
+        opening, manager = self._opening, self._cache.manager
+        deepest = partial(manager.deepest_truncations, opening.places, ahead=opening.ahead)
+        return Undo(self.ops, self.numbers, self.index, deepest)
 
     def check_open(self) -> None:
         """Refuse to go on after commit or abort."""

@@ -7,6 +7,7 @@ Map: whose turn it is (``take_turn``, ``mend``); requests that come and go (``ad
 ``take_prefix``); their parts in steps (``row``, ``index_of``); blocks and slots of the pools (``poison``).
 """
 
+import copy
 import functools
 import threading
 import time
@@ -96,6 +97,8 @@ class CacheState:
         tables: the blocks of its requests as arrays, for the indices of steps.
         paging: what indices of its steps say of whose they are.
         traced: of backends whose verbs can be traced: (verb, its arrays) -> whether it is.
+        copied: copies of arrays, as the backend makes them.
+        whole: the backend's verb for all of a layer; None: it has none.
         turn_timeout: seconds that a verb waits for another thread's step; None: without end.
         step: the step that is open.
         under_way: the verb that is under way, or that did not get to its end.
@@ -127,6 +130,8 @@ class CacheState:
         self._index: tuple[StepIndex | None, StepIndex | None] = None, None
         self.is_asked, self.is_lent = False, False
         self.traced: Callable[[str, tuple[Any, ...]], bool] | None = getattr(ops, "in_trace", None)
+        self.copied: Callable[[Any], Any] = getattr(ops, "copied", copy.deepcopy)
+        self.whole: Callable[..., Any] | None = getattr(ops, "whole_layer", None)
         self.turn_timeout: float | None = None
         self._lock = threading.RLock()
         self._turns = threading.Condition(self._lock)
@@ -146,6 +151,9 @@ class CacheState:
         # Of those, some have a place for one that nobody sees but the step's own handles.
         self._repeated_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
         self._repeated_index = getattr(ops, "repeated_index", None)
+        # Of those that keep block tables, in place those of padded steps: their verb that sends what changed.
+        self._kept_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
+        self._kept_index = getattr(ops, "kept_index", None)
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.
@@ -247,11 +255,6 @@ class CacheState:
         self.step = None
         if self._waiting:
             self._turns.notify_all()
-
-    @property
-    def keeps_index(self) -> Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None:
-        """Of backends that keep block tables, in place those of padded steps: their verb that sends what changed."""
-        return getattr(self.ops, "kept_index", None)
 
     @property
     def most_checkpoints(self) -> int:
@@ -454,7 +457,7 @@ class CacheState:
         shape = numbers.shape(columns, pad_tokens, pad_requests)
         # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next; one
         # whose arrays do not change may keep any.
-        keep, asked, self.is_asked = self.keeps_index, self.is_asked, False
+        keep, asked, self.is_asked = self._kept_index, self.is_asked, False
         # Who did not ask for the index of the step that this one repeats does not ask for this one's, in most loops.
         lend = None if padded or asked or not numbers.repeats else self._repeated_index
         self.is_lent = lend is not None

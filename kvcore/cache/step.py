@@ -331,11 +331,10 @@ class StepState:
                 hint="Bring the rest before the step: kvcore.store.bring(cache, request).",
             )
         self.context.settle()
-        undo = self.context.undo
         padded = self.context.tokens > self._numbers.tokens
-        if self.is_open and not undo.whole and not padded and self._numbers.tokens:
+        if not padded and self._numbers.tokens and self.is_open and not self.context.undo.whole:
             self.cache.check_outside("step.index")
-            undo.keep_all(self.cache.pools)
+            self.context.undo.keep_all(self.cache.pools)
         return self.own_index
 
     @property
