@@ -325,6 +325,11 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {}
 
     @cached_property
+    def ring_phases(self) -> dict[bool, Any]:
+        """Whether of draft layers -> ``Phases`` of their kinds, or None, once somebody put them here."""
+        return {}
+
+    @cached_property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """``main`` and ``draft`` -> numbers of such layers; without those that keep nothing, and get nothing."""
         main, keeping = len(self.spec.layers), [n for n, layer in enumerate(self.spec.all_layers) if layer.roles]

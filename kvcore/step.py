@@ -130,6 +130,7 @@ class StepNumbers:
         left_padding: likewise; None: the step has none.
         deepest: the smallest lengths to which the requests could be truncated before the step, once somebody asked.
         in_step: whether those of steps that repeat this one are as much greater as the requests are longer.
+        shortest: a length that no request was shorter than before the step, once somebody asked; else 0.
         repeats: whether it is such a step, of the one before.
     """
 
@@ -151,6 +152,7 @@ class StepNumbers:
         self.left_padding = left_padding
         self.deepest: Int64s | None = None
         self.in_step = False
+        self.shortest = 0
         self.repeats = False
 
     def next(self, blocks: Sequence[Sequence[int]]) -> "StepNumbers":
@@ -161,7 +163,7 @@ class StepNumbers:
         if blocks is self.blocks:
             found.most_blocks = self.most_blocks
         if self.in_step and self.deepest is not None:
-            found.deepest, found.in_step = self.deepest + 1, True
+            found.deepest, found.in_step, found.shortest = self.deepest + 1, True, self.shortest
         return found
 
     @classmethod

@@ -6,14 +6,16 @@ Others read the old rows before: a backend that works in place writes into the s
 arrays gives the old ones away where they are donated. Where a backend can, all layers' rows are read at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, Protocol, cast
+from math import lcm
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from kvcore.ops import Ops, StepIndex
+from kvcore.plan import RingKind
 from kvcore.pools import Pools
 from kvcore.spec import Component
 from kvcore.step import StepNumbers, build_index
@@ -23,6 +25,50 @@ MOST_TOGETHER = 8
 
 Ring = tuple[int, str]
 """The number of a layer, and a role of it."""
+
+
+MOST_KINDS = 60
+"""Kinds of rings that a number has a bit of each for."""
+MOST_PHASES = 1 << 16
+"""Lengths of which is kept what steps from there on overwrite."""
+
+
+class Phases(NamedTuple):
+    """Kinds of rings in which a decode step overwrites what must be kept, by how far along its requests are.
+
+    Attributes:
+        least: smallest length of a request that they are right for.
+        bits: by length before the step, modulo theirs, a bit of every kind.
+        wanted: bits of all requests -> of each kind whether it is among them, once they came up.
+        kinds: how many there are.
+    """
+
+    least: int
+    bits: np.ndarray[Any, Any]
+    wanted: dict[int, tuple[bool, ...]]
+    kinds: int
+
+    def of(self, starts: np.ndarray[Any, Any]) -> tuple[bool, ...]:
+        """For each kind whether some request's row is to be kept, by lengths before the step."""
+        found = int(np.bitwise_or.reduce(self.bits[starts % len(self.bits)]))
+        if found not in self.wanted:
+            self.wanted[found] = tuple(bool(found >> kind & 1) for kind in range(self.kinds))
+        return self.wanted[found]
+
+
+def phases_of(kinds: Sequence[RingKind], rollback: int) -> Phases | None:
+    """Phases of requests that were longer than any ring, and can all be truncated by ``rollback`` tokens."""
+    periods = [kind.component.period for kind in kinds]
+    count = lcm(*(period or 1 for period in periods))
+    if not all(periods) or count > MOST_PHASES or len(kinds) > MOST_KINDS:
+        return None
+    least = rollback + max((max(kind.rows, kind.component.span or 0) for kind in kinds), default=0)
+    starts = np.arange(count) + -(-least // count) * count
+    bits = np.zeros(count, np.int64)
+    for number, (component, rows, _) in enumerate(kinds):
+        first, _ = component.live_bounds(starts - rollback, np.maximum)
+        bits |= (starts + 1 - rows > first).astype(np.int64) << number
+    return Phases(least, bits, {}, len(kinds))
 
 
 class OpsAtOnce(Protocol):
@@ -142,16 +188,32 @@ class Undo:
         """The rings of main or draft layers in which something is overwritten that must be kept."""
         found = self._rings.get(draft)
         if found is None:
-            kinds = self._plan.rings[draft]
+            kinds, phases, sets = self._plan.rings[draft], self._phases(draft), self._plan.ring_sets
             # Not by ``overwrites``: looking a component up takes longer than asking it.
-            wanted = tuple([self._decide(component, rows) for component, rows, _ in kinds])
-            sets = self._plan.ring_sets
+            wanted = (
+                tuple([self._decide(component, rows) for component, rows, _ in kinds])
+                if phases is None
+                else phases.of(self._numbers.arrays[1])
+            )
             found = sets.get((draft, wanted))
             if found is None:
                 chosen = [kind.rings for kind, is_wanted in zip(kinds, wanted, strict=True) if is_wanted]
                 found = sets[draft, wanted] = tuple(chain.from_iterable(chosen))
             self._rings[draft] = found
         return found
+
+    def _phases(self, draft: bool) -> "Phases | None":
+        """What tells of a step that repeats others which rings those are; None: each is to be asked."""
+        numbers, known = self._numbers, self._plan.ring_phases
+        if not numbers.in_step or not numbers.repeats:
+            return None
+        if draft not in known:
+            known[draft] = phases_of(self._plan.rings[draft], self._plan.rollback_tokens)
+        phases = known[draft]
+        if phases is None or numbers.shortest >= phases.least:
+            return phases
+        numbers.shortest = int(numbers.arrays[1].min())
+        return phases if numbers.shortest >= phases.least else None
 
     def _read_at_once(self, pools: Pools, rings: tuple[Ring, ...]) -> bool:
         """Read what the step takes the place of in rings of which nothing is kept yet; False where that cannot be."""

@@ -111,6 +111,14 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         raise SpecError(got=f"{heads} heads", where=type(self).__name__, allowed="a component of keys and values")
 
     @property
+    def period(self) -> int | None:
+        """Tokens by which a length grows until ``live_bounds`` are just as many greater, and not less; None: unknown.
+
+        That holds of lengths of ``span`` or more.
+        """
+        return None
+
+    @property
     def shared_from(self) -> int | None:
         """Layer whose pool this component reads; None if it owns its pool."""
         return None

@@ -47,6 +47,10 @@ class Window(Component, frozen=True, kw_only=True):
         del role
         return self.format
 
+    @property
+    def period(self) -> int:
+        return 1
+
     def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         return maximum(length - self.window, 0), length
 
@@ -105,6 +109,10 @@ class Tail(Component, frozen=True, kw_only=True):
 
     def summary(self, role: str) -> str:
         return f"{role} m={self.ratio}" + (" overlap" if self.overlap else "")
+
+    @property
+    def period(self) -> int:
+        return self.ratio
 
     def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         first = length // self.ratio - (1 if self.overlap else 0)

@@ -149,6 +149,10 @@ class KV(Component, frozen=True, kw_only=True):
     def restore(self) -> Literal["retain", "checkpoint", "replay"]:
         return "retain" if self.storage == "paged" else "checkpoint"
 
+    @property
+    def period(self) -> int | None:
+        return None if self.storage != "ring" else 1 if self.window is not None else self.chunk
+
     def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         if self.storage != "ring":
             return 0 * length, length // self.ratio
@@ -206,6 +210,10 @@ class KVTail(Component, frozen=True, kw_only=True):
 
     def summary(self, role: str) -> str:
         return f"{role} m={self.ratio}"
+
+    @property
+    def period(self) -> int:
+        return self.ratio
 
     def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         del maximum

@@ -64,6 +64,10 @@ class State(Component, frozen=True, kw_only=True):
         (count,) = heads
         return msgspec.structs.replace(self, heads=count)
 
+    @property
+    def period(self) -> int:
+        return 1
+
     def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         return maximum(length - 1, 0), length
 
@@ -116,6 +120,10 @@ class Conv(Component, frozen=True, kw_only=True):
     def with_heads(self, heads: tuple[int, ...]) -> "Conv":
         (count,) = heads
         return msgspec.structs.replace(self, heads=count)
+
+    @property
+    def period(self) -> int:
+        return 1
 
     def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         return maximum(length - self.span, 0), length

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcore.backends.torch_triton import run_triton
 from kvcore.ops import StepIndex
 from kvcore.step import (
     TABLE,
@@ -34,6 +35,9 @@ NOTHING_ALIKE = None, None, None, None, None
 
 MOST_SENT = 1 << 16
 """Numbers of block tables that go along with a step's others; more of them go in several copies."""
+
+HALF = 4
+"""Host buffers that are filled between two looks at whether earlier copies are done."""
 
 MOST_LENT = 8
 """Shapes of steps that are not padded of which buffers are kept."""
@@ -138,8 +142,8 @@ class DeviceIndex:
 class _Buffer:
     """The arrays of one shape where steps find them, and what they are filled from.
 
-    On a GPU: one buffer for all but the block table, with room behind for rows of it; and two pinned host buffers of
-    the same in turn, so that filling one never meets the copy of the other.
+    On a GPU: one buffer for all but the block table, with room behind for rows of it; and pinned host buffers of the
+    same in turn, so that filling one never meets the copy of another. One event tells of the copies of half of them.
     """
 
     def __init__(self, shape: IndexShape, device: torch.device) -> None:
@@ -153,7 +157,7 @@ class _Buffer:
         self._device = torch.zeros(self._size + room, dtype=torch.int32, device=device)
         self._host = [self._device]
         if self._cuda:
-            self._host = [torch.zeros(self._size + room, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+            self._host = [torch.zeros(self._size + room, dtype=torch.int32, pin_memory=True) for _ in range(2 * HALF)]
         self._narrow = narrow
         self._flat = [buffer.numpy()[: self._size] for buffer in self._host]
         # The last step of one token for each of its requests, and what of it those that repeat it write anew.
@@ -163,7 +167,9 @@ class _Buffer:
         self._numbers = [(self._device[: self._size], buffer[: self._size]) for buffer in self._host]
         self._count = -1
         self._arrays = [HostIndex.of(buffer.numpy()[: self._size], narrow) for buffer in self._host]
-        self._copied = [torch.cuda.Event() if self._cuda else None for _ in self._host]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
+        # Where copies go on, by the number that is quick to ask for and as torch has it.
+        self._stream: tuple[int, Any] = -1, None
         self._index = on_device(self._device, pieces)._replace(block_table=self._table)
         self._has_table = requests * columns > 0
         self._turn = 0
@@ -255,21 +261,33 @@ class _Buffer:
 
     def _next(self) -> int:
         """The host buffer whose turn it is, which no copy reads any more."""
-        self._turn = (self._turn + 1) % len(self._host)
-        copied = self._copied[self._turn]
-        if copied is not None:
-            # Two copies ago: done long since, unless the host runs far ahead of the device.
-            copied.synchronize()
-        return self._turn
+        self._turn = turn = (self._turn + 1) % len(self._host)
+        if self._cuda and turn % HALF == 0:
+            half, (_, stream) = turn // HALF, self._stream
+            if stream is not None:
+                self._copied[1 - half].record(stream)
+            # HALF copies ago: done long since, unless the host runs far ahead of the device.
+            self._copied[half].synchronize()
+        return turn
 
     def _copy(self, turn: int, end: int, start: int = 0) -> None:
-        copied = self._copied[turn]
-        if copied is not None:
+        if self._cuda:
+            stream = run_triton.current_stream(self._device.device.index)
+            if stream != self._stream[0]:
+                self._go_on(stream)
             to, of = self._numbers[turn]
             if start or end != self._size:
                 to, of = self._device[start:end], self._host[turn][start:end]
             to.copy_(of, non_blocking=True)
-            copied.record()
+
+    def _go_on(self, number: int) -> None:
+        """Copy on another stream, behind the copies so far: what is recorded there later tells of them, too."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream, (_, before) = torch.cuda.current_stream(self._device.device), self._stream
+        if before is not None:
+            stream.wait_stream(before)
+        self._stream = number, stream
 
 
 def _rows_of(slots: np.ndarray, width: int, tables: BlockTables) -> np.ndarray:

@@ -225,6 +225,12 @@ def current_device() -> int:
     return active.get_current_device()
 
 
+def current_stream(device: int) -> int:
+    """The number of the stream that a GPU's launches go to, without an object for it."""
+    active: Any = driver.active
+    return active.get_current_stream(device)
+
+
 def watched() -> bool:
     """Whether somebody is to be told of launches, as profilers are."""
     runtime = knobs.runtime
