@@ -156,14 +156,17 @@ class Undo:
 
     @cached_property
     def _deepest(self) -> np.ndarray[Any, Any]:
+        if self._numbers.deepest is None:
+            self._ask_all()
+        return cast("np.ndarray[Any, Any]", self._numbers.deepest)
+
+    def _ask_all(self) -> None:
+        """Note how far all requests could be truncated, and whether that goes along with their lengths."""
         numbers, plan = self._numbers, self._plan
-        if numbers.deepest is None:
-            numbers.deepest = np.array(self._ask_deepest(slice(None)), np.int64)
-            starts = numbers.arrays[1]
-            wrapped = plan.unwrapped is not None and (starts > plan.unwrapped).all()
-            # All of them then go along with their requests' lengths.
-            numbers.in_step = bool(wrapped and (starts - numbers.deepest == plan.rollback_tokens).all())
-        return numbers.deepest
+        numbers.deepest = np.array(self._ask_deepest(slice(None)), np.int64)
+        starts = numbers.arrays[1]
+        wrapped = plan.unwrapped is not None and (starts > plan.unwrapped).all()
+        numbers.in_step = bool(wrapped and (starts - numbers.deepest == plan.rollback_tokens).all())
 
     def keep(self, pools: Pools, layer: int, role: str) -> None:
         """Keep what the step's rows of a ring take the place of, which is not kept yet."""
@@ -205,15 +208,21 @@ class Undo:
     def _phases(self, draft: bool) -> "Phases | None":
         """What tells of a step that repeats others which rings those are; None: each is to be asked."""
         numbers, known = self._numbers, self._plan.ring_phases
-        if not numbers.in_step or not numbers.repeats:
+        if not numbers.repeats or len(numbers.slots) == 1:  # which is asked as fast
             return None
         if draft not in known:
             known[draft] = phases_of(self._plan.rings[draft], self._plan.rollback_tokens)
         phases = known[draft]
-        if phases is None or numbers.shortest >= phases.least:
-            return phases
-        numbers.shortest = int(numbers.arrays[1].min())
-        return phases if numbers.shortest >= phases.least else None
+        if phases is None:
+            return None
+        if numbers.shortest < phases.least:
+            numbers.shortest = int(numbers.arrays[1].min())
+        if numbers.shortest < phases.least:
+            return None
+        # Once all are asked, steps that repeat this one know.
+        if numbers.deepest is None:
+            self._ask_all()
+        return phases if numbers.in_step else None
 
     def _read_at_once(self, pools: Pools, rings: tuple[Ring, ...]) -> bool:
         """Read what the step takes the place of in rings of which nothing is kept yet; False where that cannot be."""
