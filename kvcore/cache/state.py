@@ -151,9 +151,6 @@ class CacheState:
         # Of those, some have a place for one that nobody sees but the step's own handles.
         self._repeated_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
         self._repeated_index = getattr(ops, "repeated_index", None)
-        # Of those that keep block tables, in place those of padded steps: their verb that sends what changed.
-        self._kept_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
-        self._kept_index = getattr(ops, "kept_index", None)
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.
@@ -457,7 +454,8 @@ class CacheState:
         shape = numbers.shape(columns, pad_tokens, pad_requests)
         # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next; one
         # whose arrays do not change may keep any.
-        keep, asked, self.is_asked = self._kept_index, self.is_asked, False
+        asked, self.is_asked = self.is_asked, False
+        keep = getattr(self.ops, "kept_index", None) if padded or not self.ops.in_place else None
         # Who did not ask for the index of the step that this one repeats does not ask for this one's, in most loops.
         lend = None if padded or asked or not numbers.repeats else self._repeated_index
         self.is_lent = lend is not None
