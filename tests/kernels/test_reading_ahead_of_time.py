@@ -30,6 +30,7 @@ from kvcore.kernels.triton.launches.indexer import (
     CODES_STAGES,
     LEAN_REGISTERS,
     ROUND,
+    SEEN_REGISTERS,
 )
 from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
 from kvcore.kernels.triton.scores import hopper_takes, score_config, takes_codes
@@ -245,6 +246,7 @@ def test_scores_on_hopper_compile(name, queries, record):
     assert not found.spilled_bytes, found
     if queries == 1:
         del constants["QUERIES"]
+        options["registers"] = LEAN_REGISTERS if lean else SEEN_REGISTERS
         found = check(record, case, scores_hopper.hopper_seen_scores_kernel, 90, constants, **options)
         assert not found.spilled_bytes, found
 

@@ -34,6 +34,8 @@ REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
 """Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
 HOPPER_REGISTERS = 168
 """Of a thread of the kernel for Hopper where two queries share keys, so that three programs share 64 Ki."""
+SEEN_REGISTERS = 128
+"""The same of the one that goes as far as is seen, so that four programs do."""
 LEAN_REGISTERS, LEAN_HEADS = 96, 64
 """The same where five programs do, for one query of at most so many heads and keys of four bits."""
 CODES_REGISTERS, CODES_STAGES, CODES_PROGRAMS = 96, 3, 5
@@ -100,8 +102,8 @@ def _seen_scores(record: int, heads: int, taken: str, ratio: int) -> Kernel:
     constants = {
         "R": known, "RATIO": ratio, "HEADS": max(16, power_of_two(heads)), "TAKEN": taken, "WHOLE": whole, "LEAN": lean,
     }  # fmt: skip
-    options = {"maxnreg": LEAN_REGISTERS} if lean else {}
-    return Kernel(hopper_seen_scores_kernel, constants, writes=("out", "counts"), fused=True, **options)
+    registers = LEAN_REGISTERS if lean else SEEN_REGISTERS
+    return Kernel(hopper_seen_scores_kernel, constants, writes=("out", "counts"), fused=True, maxnreg=registers)
 
 
 @cache
