@@ -177,6 +177,31 @@ def check_waiting(device):
             yield f"steps do not wait: {way}{', padded' * bool(padding)}", problem
 
 
+def check_ahead(device):
+    """Yield (what, problem): the host runs ahead of the device, on one stream and on two in turn."""
+    spec = CacheSpec(layers=presets.deepseek_v4_flash().layers[:4])
+    cache = kvcore.create_cache(spec, backend="torch_triton", device=device, max_requests=LIVE, max_tokens=LIVE * 512)
+    requests = [cache.admit() for _ in range(LIVE)]
+    here, there, busy = torch.cuda.current_stream(), torch.cuda.Stream(), torch.randn(4096, 4096, device=device)
+    for padding in ({}, {"pad_tokens": PADDED, "pad_requests": PADDED}):
+        for streams in ((here,), (here, there)):
+            told = []
+            torch.cuda.synchronize()
+            for _ in range(60):
+                busy @ busy
+            for turn in range(30):
+                with torch.cuda.stream(streams[turn // 3 % len(streams)]):
+                    wanted = [request.length for request in requests]
+                    step = cache.step(dict.fromkeys(requests, 1), **padding)
+                    told.append((wanted, step._device_index.positions.clone()))
+                    cache.pools = cache.pools
+                    step.commit()
+            torch.cuda.synchronize()
+            wrong = sum(positions[:LIVE].tolist() != wanted for wanted, positions in told)
+            what = f"steps ahead of the device, {len(streams)} streams{', padded' * bool(padding)}"
+            yield what, f"{wrong} steps of other positions" if wrong else ""
+
+
 def check_compiled(device, backend="inductor"):
     """Yield (what, problem): verbs inside ``torch.compile(fullgraph=True)`` leave the same bytes and outputs."""
     from kvcore.plan import plan_cache

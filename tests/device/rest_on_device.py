@@ -5,7 +5,7 @@ import traceback
 import numpy as np
 import torch
 
-from tests.device.capture_on_device import check_captured, check_compiled, check_waiting
+from tests.device.capture_on_device import check_ahead, check_captured, check_compiled, check_waiting
 from tests.device.check_flush import check_flush
 from tests.device.checks_on_device import check_large, check_life, check_merge, check_pages, check_rotated
 
@@ -20,7 +20,7 @@ def check_rest(seed, device):
     yield from check_merge(rng, device)
     if torch.device(device).type == "cuda":
         yield from check_large(rng, device)
-        for check in (check_captured, check_waiting, check_compiled):
+        for check in (check_captured, check_waiting, check_ahead, check_compiled):
             try:
                 yield from check(device)
             except Exception as error:  # noqa: BLE001
