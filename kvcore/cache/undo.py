@@ -189,9 +189,10 @@ class Undo:
 
     def _needed(self, draft: bool) -> tuple[Ring, ...]:
         """The rings of main or draft layers in which something is overwritten that must be kept."""
-        found = self._rings.get(draft)
+        kinds = self._plan.rings[draft]
+        found = self._rings.get(draft) if kinds else ()
         if found is None:
-            kinds, phases, sets = self._plan.rings[draft], self._phases(draft), self._plan.ring_sets
+            phases, sets = self._phases(draft), self._plan.ring_sets
             # Not by ``overwrites``: looking a component up takes longer than asking it.
             wanted = (
                 tuple([self._decide(component, rows) for component, rows, _ in kinds])
