@@ -328,10 +328,11 @@ def seen_of(
 ) -> Seen | None:
     """How ``seen_select_rows`` takes a call; None where whole rows of scores, or lists of runs, are as good or better.
 
-    It is for steps of a token a request, whose tables may be far wider than what is seen.
+    It is for steps of a token a request, whose tables may be far wider than what is seen. Products of e4m3 queries are
+    summed in other ways, too, by how many there are.
     """
     tokens, requests = q.shape[0], block_table.shape[0]
-    if columns <= NARROW or k > HOPPER_K or tokens >= 2 * requests:
+    if columns <= NARROW or k > HOPPER_K or tokens >= 2 * requests or q.dtype == to.e4m3:
         return None
     room = ceil_div(min(columns, max(NARROW, MOST_SCORES // tokens)), HOPPER_KEYS) * HOPPER_KEYS
     if not _on_hopper(to, props, q, record, tokens * room, requests):
