@@ -60,14 +60,18 @@ def check(
     yield f"picks {what}, in one go", different(fused, picks)
     again = found.ops.index_select(found.pools, 0, found.index, q, w, k, columns=columns, run=run)
     yield f"picks {what}, in one go, repeated", different(again, fused)
-    if torch.device(device).type == "cuda":  # elsewhere whole rows of scores are kept, which interpreting takes long
-        yield from wide(
-            f"picks {what}", picks, columns, partial(found.ops.index_select, found.pools, 0, found.index, q, w, k)
-        )
 
 
-def wide(what: str, picks: torch.Tensor, columns: int, choose) -> Iterator[Problem]:
-    """The same picks of tables that are wider than what is seen, with room for all scores and for few."""
+def of_wide_tables(what: str, layer: LayerSpec, lengths, device, *, heads=64, **options) -> Iterator[Problem]:
+    """A token of many requests picks the same in tables wider than what it sees, with room for all scores and few."""
+    found = scene(layer, lengths, [1] * len(lengths), device, **options)
+    tokens, columns = len(found.host.positions), max(lengths) // layer.index_keys.ratio
+    q = torch.randn(tokens, heads, layer.index_keys.dim, device=device).to(torch.bfloat16)
+    w = torch.randn(tokens, heads, device=device)
+    given = found.pools, 0, found.index, q, w
+    k = min(layer.index_keys.topk, max(4, columns // 3))
+    picks = found.ops.select(found.ops.index_scores(*given, columns=columns), k)
+    choose = partial(found.ops.index_select, *given, k)
     far = columns + launches.NARROW
     yield f"{what}, of a wide table", different(choose(columns=far), picks)
     held = launches.NARROW, launches.MOST_SCORES

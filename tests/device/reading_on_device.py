@@ -110,7 +110,7 @@ def indexer_cases(device: str) -> Iterator[Case]:
     for name in ("index_fp4_68", "index_fp8_132", "index_fp4_68_h"):
         for heads, count in ((64, 70), (32, 9)):
             what, lengths = f"{name}, a token of {4 * count} requests", [20011, 5, 1, 1030] * count
-            yield check_indexer.check(what, keys_layer(name), lengths, [1] * 4 * count, device, heads=heads)
+            yield check_indexer.of_wide_tables(what, keys_layer(name), lengths, device, heads=heads)
     yield check_indexer.long_runs(device)
     found = scene(keys_layer("bf16"), [8], [1], device)
     sizes = [(16384, 512), (262144, 512), (262144, 1024), (1000, 512), (70001, 64), (5, 512)]
