@@ -72,16 +72,17 @@ def of_wide_tables(what: str, layer: LayerSpec, lengths, device, *, heads=64, **
     k = min(layer.index_keys.topk, max(4, columns // 3))
     picks = found.ops.select(found.ops.index_scores(*given, columns=columns), k)
     choose = partial(found.ops.index_select, *given, k)
+    fewer = found.ops.select(found.ops.index_scores(*given, columns=columns - 3), k)
     far = columns + launches.NARROW
     yield f"{what}, of a wide table", different(choose(columns=far), picks)
     held = launches.NARROW, launches.MOST_SCORES
     launches.NARROW, launches.MOST_SCORES = columns // 2, 0
     try:
-        yield f"{what}, of a wide table with little room", different(choose(columns=far), picks)
-        some = choose(columns=columns - 3)
+        # Of another width: calls like one before launch what that did.
+        yield f"{what}, of a wide table with little room", different(choose(columns=far + 1), picks)
+        yield f"{what}, of the first columns", different(choose(columns=columns - 3), fewer)
     finally:
         launches.NARROW, launches.MOST_SCORES = held
-    yield f"{what}, of the first columns", different(some, choose(columns=columns - 3))
 
 
 def different(picks: torch.Tensor, want: torch.Tensor) -> str:
