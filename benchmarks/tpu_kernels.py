@@ -109,6 +109,16 @@ def row_bytes(role: str, rows: Callable[[], int]) -> Callable[[], int]:
     return lambda: rows() * tile_bytes(verbs.csa(), role)
 
 
+def attended_kv(format: str, dtype: Any = jnp.float32) -> Callable[[], Case]:
+    """Attention of Llama 3 8B's heads over keys and values."""
+
+    def build() -> Case:
+        fn, pools, index, q, sink = verbs.verb((verbs.llama(format),), verbs.attend_kv, (32, 128), (32,))
+        return fn, pools, index, jax.ShapeDtypeStruct(q.shape, dtype), sink
+
+    return build
+
+
 def jax_paged(dtype: Any) -> Callable[[], Case]:
     """JAX's ragged paged attention v2, a decode step of Llama 3 8B: blocks of 256 tokens in pages of 64."""
 
@@ -169,17 +179,25 @@ def _scored_bytes() -> int:
 
 
 V3_TOKENS = 512
+LOOKED_AT = ("nf4_b64", "int4_g32", "int4_g64")
+"""Formats with several scales apart, of whose time products with queries are much."""
 PAGED = "ragged_paged_attention"
 KERNELS: dict[str, Kernel] = {
     **{
         f"attend_kv {format}": Kernel(
-            lambda format=format: verbs.verb((verbs.llama(format),), verbs.attend_kv, (32, 128), (32,)),
+            attended_kv(format),
             "attend_kv",
             "a chunk of keys and values",
             inner=True,
-            quick=format in ("bf16", "mxfp4"),
+            quick=format in ("bf16", "mxfp4", "int4_g64"),
         )
-        for format in ("bf16", "fp8_row", "int8_row", "mxfp4", "nf4_b64")
+        for format in ("bf16", "fp8_row", "int8_row", "mxfp4", *LOOKED_AT)
+    },
+    **{
+        f"attend_kv {format}, queries in bf16": Kernel(
+            attended_kv(format, jnp.bfloat16), "attend_kv", "a chunk of keys and values", inner=True
+        )
+        for format in LOOKED_AT
     },
     "attend_rows v4_584 selected": Kernel(
         attended("entries", TOPK), "attend.", "256 rows", row_bytes("entries", lambda: attend_rows.NARROW_ROWS_A_STEP)

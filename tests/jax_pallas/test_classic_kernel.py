@@ -80,6 +80,14 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_paddi
         pytest.param(KV(key_heads=2, key_dim=96, key_format="mxfp4"), 2, id="mxfp4, padded"),
         pytest.param(KV(key_heads=4, key_dim=128, key_format="nf4_b64"), 8, id="nf4_b64, two scales a row"),
         pytest.param(KV(key_heads=2, key_dim=64, key_format="nf4_b64"), 2, id="nf4_b64, heads in two slots each"),
+        pytest.param(KV(key_heads=4, key_dim=128, key_format="int4_g64"), 8, id="int4_g64, two heads a line"),
+        pytest.param(KV(key_heads=3, key_dim=64, key_format="int4_g64"), 3, id="int4_g64, heads in four slots each"),
+        pytest.param(KV(key_heads=2, key_dim=256, key_format="int4_g64"), 4, id="int4_g64, four scales a row"),
+        pytest.param(KV(key_heads=4, key_dim=128, key_format="int4_g32"), 4, id="int4_g32"),
+        pytest.param(KV(key_heads=2, key_dim=96, key_format="int4_g32"), 2, id="int4_g32, padded"),
+        pytest.param(
+            KV(key_heads=2, key_dim=128, key_format="int4_g64", value_format="mxfp4"), 4, id="int4_g64 beside mxfp4"
+        ),
         pytest.param(
             KV(key_heads=2, key_dim=96, value_dim=128, key_format="fp8_row", value_format="bf16"), 4, id="dims differ"
         ),
@@ -105,7 +113,7 @@ def test_left_padding_is_not_seen(chunk, rng):
     assert np.isneginf(lse[1]).all()  # the query at position 3 of the second request, before its first token
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_row", "mxfp4", "nf4_b64"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_row", "mxfp4", "nf4_b64", "int4_g32"])
 def test_a_large_block_is_taken_in_pieces(format, rng, monkeypatch):
     monkeypatch.setattr(walks, "PIECE_LINES", 128)
     kv = KV(key_heads=32, key_dim=128, key_format=format, window=11)
@@ -131,7 +139,9 @@ def test_every_e4m3_code_is_cast_by_the_bias_of_another(rng):
     codes = rng.permutation(np.arange(8 * 512, dtype=np.int32) % 256).astype(np.uint8)
     words = codes.reshape(8, 4, 128).swapaxes(1, 2).copy().view(np.int32)[:, :, 0]
     cast = pl.pallas_call(
-        lambda words, out: out.__setitem__(..., block_lines.matrices(how, words[...], False)[0].astype(jnp.float32)),
+        lambda words, out: out.__setitem__(
+            ..., block_lines.matrices(how, words[...], native=False, sublanes=False)[0].astype(jnp.float32)
+        ),
         out_shape=jax.ShapeDtypeStruct((32, 128), jnp.float32),
         interpret=pltpu.InterpretParams(),
     )(words)
@@ -146,6 +156,7 @@ def test_every_e4m3_code_is_cast_by_the_bias_of_another(rng):
         pytest.param(KV(key_heads=4, key_dim=64), id="two heads in a line"),
         pytest.param(KV(key_heads=4, key_dim=128, key_format="mxfp4"), id="scales that are no numbers"),
         pytest.param(KV(key_heads=4, key_dim=128, key_format="nf4_b64"), id="scales apart that are no numbers"),
+        pytest.param(KV(key_heads=4, key_dim=128, key_format="int4_g64"), id="offsets that are no numbers"),
     ],
 )
 def test_what_is_not_finite_stays_with_its_head(kv, rng):

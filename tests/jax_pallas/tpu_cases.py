@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcore.backends.jax_pallas import JaxOps, choice
+from kvcore.backends.jax_pallas import JaxOps, choice, whole
+from kvcore.backends.jax_pallas.rows import Held
 from kvcore.interop.jax import inspect_in_place
 from kvcore.interop.jax.views import init_views
 from kvcore.kernels.pallas.write_rows import write_rows
 from kvcore.ops import StepIndex
+from kvcore.ops.records import Compression, Streams
 from kvcore.plan import plan_cache
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window
 from kvcore.step import StepRequest, build_index
@@ -28,7 +30,7 @@ CHIPS = ("v4", "v5e", "v5p", "v6e", "v7x")
 REQUESTS, BLOCKS = 8, 16
 HEADS, INDEX_HEADS, TOPK = 64, 64, 512
 LATENT_FORMATS = ("bf16", "v41_528", "v41_fp4_288", "v32_656", "row_580", "mxfp4_368")
-CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row", "mxfp4", "nf4_b64")
+CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row", "mxfp4", "nf4_b64", "int4_g32", "int4_g64")
 VIEW_FORMATS = ("bf16", "fp8_row", "mxfp4")
 INDEX_FORMATS = ("index_fp8_132", "index_fp8_132_fp32scale", "index_nvfp4")
 
@@ -183,6 +185,34 @@ def step(o: JaxOps, p: Any, i: StepIndex, rows: Any, kv: Any, score: Any, ikv: A
     return p, o.attend(p, 0, i, q, selected, sink=sink[0])
 
 
+def whole_layer(o: JaxOps, p: Any, i: StepIndex, rows: Any, kv: Any, score: Any, *more: Any) -> Any:
+    """A layer's decode step as the one program that ``layer.decode`` is: the same verbs, and a CSA layer's indexer."""
+    *index_rows, q, sink, turn = more
+    index_q, index_weights, index_kv, index_score = index_rows or (None,) * 4
+    layer = o.layers[0]
+    turns = {"turning": turn[0, 512:], "rows_norm_weight": turn[0, :512], "eps": 1e-6, "rope": turn[0, 512:]}
+    norms = {"norm_weight": turn[0, :512], "index_norm_weight": turn[0, :128]}
+    pools, answer = whole.store_and_attend(
+        layer,
+        Held({name: p[theirs] for name, theirs in layer.names.items()}, layer.kernels),
+        i,
+        q,
+        rows,
+        {role: jnp.asarray(True) for role in ("window", "tail", "index_tail")},
+        streams=Streams(kv, score, index_kv, index_score),
+        compression=Compression(rope=turn[0, 512:], **norms),
+        index_q=index_q,
+        index_weights=index_weights,
+        sink=sink[0],
+        closed=REQUESTS,
+        k=TOPK,
+        columns=64 * BLOCKS,
+        has_room=True,
+        **turns,
+    )
+    return {theirs: pools[name] for name, theirs in layer.names.items()}, answer
+
+
 def copies_its_pool() -> Case:
     """The negative control: the donated pool is kept alive by a second output that needs its old value."""
     rows = jax.ShapeDtypeStruct((100,), jnp.int32)
@@ -234,6 +264,12 @@ for _name in VIEW_FORMATS:
 STEPS: dict[str, Callable[[], Case]] = {
     "step/v4_584.m4+index_fp4_68_h.m4/tpu_tile/decode": lambda: verb(
         (csa(),), step, (512,), *TAIL, *INDEX_TAIL, *SCORING, *ATTENTION, TURN
+    ),
+    "whole_layer/v4_584.m4+index_fp4_68_h.m4/tpu_tile/decode": lambda: verb(
+        (csa(),), whole_layer, (512,), *TAIL, *SCORING, *INDEX_TAIL, *ATTENTION, TURN
+    ),
+    "whole_layer/v4_584.m128/tpu_tile/decode": lambda: verb(
+        (hca(),), whole_layer, (512,), (512,), (512,), *ATTENTION, TURN
     ),
 }
 CONTROLS = {"copies its pool": copies_its_pool}

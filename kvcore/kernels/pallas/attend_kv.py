@@ -51,7 +51,8 @@ def attend_kv(
         interpret: as in ``pallas_call``.
     """
     native = block_lines.casts_e4m3(interpret)
-    options = {"native": native, "terms": 1 if q.dtype == jnp.bfloat16 else TERMS}
+    options = {"native": native, "sublanes": block_lines.looks_among_sublanes(interpret)}
+    options["terms"] = 1 if q.dtype == jnp.bfloat16 else TERMS
     ways = [
         walks.walk(keys, values, blocks.shape[1], q.shape[1], careful=careful, **options) for careful in (False, True)
     ]
@@ -324,7 +325,7 @@ class _Side:
     def planes(self, by: Walk, half, piece) -> list:
         """Every plane of a piece, [lines, 128]."""
         size = by.lines if self.how.code == "fp32" else by.lines // self.how.lines
-        return block_lines.matrices(self.how, self._view(0, half, piece, size), by.native)
+        return block_lines.matrices(self.how, self._view(0, half, piece, size), by.native, by.sublanes)
 
     def words(self, by: Walk, half, piece):
         """Words of scales of a piece [m, 128]."""
@@ -397,12 +398,15 @@ def _logits(by: Walk, side: _Side, half, piece, q, scale, moves, arrays, copies,
             one = jnp.where(_among(query, slot_of == slot), one, 0.0)
         products = one if products is None else products + one
     assert products is not None, "a line has a slot at least"
+    sums = _sums(q, virtual, how.apart) if how.has_offsets else ()
     lane = lax.broadcasted_iota(jnp.int32, (virtual, products.shape[1]), 1)
     found = None
     for number, terms in enumerate(_blocks(products, virtual, how.apart * how.span)):
         part, span = divmod(number, how.span)
         by_scale = _scales(side, words, copies, heads, scale[0], part=part)
         line = terms * (scale[0] if by_scale is None else by_scale)
+        if how.has_offsets:
+            line += _scales(side, words, copies, heads, scale[0], part=part, of=block_lines.offsets) * sums[part]
         if found is not None:
             line = found + line if part else jnp.where(lane & (how.span - 1) == span, line, found)
         found = line
@@ -424,6 +428,11 @@ def _blocks(products, virtual: int, count: int) -> list:
         )
         for end in range(size, len(products) + 1, size)
     ]
+
+
+def _sums(q, virtual: int, apart: int) -> list:
+    """Of every group of channels the sum of each query's [V, 1]."""
+    return _blocks(jnp.sum(q[0].astype(jnp.float32), axis=1, keepdims=True), virtual, apart)
 
 
 def _only(how: Lie, matrix, slot: int):
@@ -472,16 +481,18 @@ def _beside(by: Walk, side: _Side, half, piece, moves: block_lines.Moves, arrays
         whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
         return whole[:, : by.lines]
 
-    return [held(slot) for slot in range(side.how.slots * side.how.apart)]
+    return [[held(slot * side.how.words + word) for word in range(side.how.words)] for slot in range(side.how.slots)]
 
 
-def _scales(side: _Side, words, copies, heads: int, factor=None, *, part: int):
-    """What scales logits or weights, [1 or V, lines]; None where rows have no scale, or those spread over lanes."""
+def _scales(side: _Side, words, copies, heads: int, factor=None, *, part: int, of=block_lines.scales):
+    """What scales logits or weights, [1 or V, lines]; None where rows have no scale, or those spread over lanes.
+
+    With ``of=block_lines.offsets`` what is added.
+    """
     how = side.how
     if not how.groups or how.spreads:
         return None
-    code = side.region.format.fields[0].scale or ""
-    per_slot = [block_lines.scales(code, mine) for mine in words[part :: how.apart]]
+    per_slot = [of(how, mine, part) for mine in words]
     if factor is not None:
         per_slot = [one * factor for one in per_slot]
     if how.slots == 1:
@@ -511,7 +522,7 @@ def _weigh(by: Walk, side: _Side, half, piece, weights, exists, kept, weighted, 
     words, matrix = _taken(by, side, half, piece, moves, arrays, careful=seen is not None)
     lane = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
     exact = how.code == "fp32" or seen is not None
-    stacked, count = [], 1 if exact else by.terms
+    stacked, count, added = [], 1 if exact else by.terms, []
     for part, span in itertools.product(range(how.apart), range(how.span)):
         by_scale = _scales(side, words, copies, heads, part=part)
         mine = weights if how.span == 1 else jnp.where(lane & (how.span - 1) == span, weights, 0.0)
@@ -519,6 +530,9 @@ def _weigh(by: Walk, side: _Side, half, piece, weights, exists, kept, weighted, 
         if seen is not None:
             one = jnp.where(exists, one, 0.0)
         stacked += compact.terms(one, count)
+        if how.has_offsets:
+            one = mine * _scales(side, words, copies, heads, part=part, of=block_lines.offsets)
+            added.append(jnp.sum(one if seen is None else jnp.where(exists, one, 0.0), axis=1, keepdims=True))
     stacked = [one if exact else one.astype(jnp.bfloat16) for one in stacked]
     left = stacked[0] if len(stacked) == 1 else jnp.concatenate(stacked, axis=0)
     if seen is None:
@@ -531,6 +545,8 @@ def _weigh(by: Walk, side: _Side, half, piece, weights, exists, kept, weighted, 
     blocks, wide = _blocks(found, virtual, how.apart * how.span), LANES * how.planes
     if how.levels > 1:
         blocks = [block[:, :wide] + block[:, wide:] for block in blocks]
+    if added:
+        blocks = [block + offset for block, offset in zip(blocks, added, strict=True)]
     if how.apart > 1:
         part = how.part_of(lax.broadcasted_iota(jnp.int32, blocks[0].shape, 1) & LANES - 1)
         blocks = [functools.reduce(lambda one, n: jnp.where(part == n, blocks[n], one), range(1, how.apart), blocks[0])]

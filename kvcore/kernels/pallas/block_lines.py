@@ -5,6 +5,7 @@ each in a slot of its own. Nothing is moved between lanes: queries are laid out 
 beside its logit.
 """
 
+import functools
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from kvcore.plan import Region
 from kvcore.spec.codes import NF4_LEVELS
 from kvcore.spec.layout import LANES, TILE_BYTES, WORDS
 
-CODES = ("bf16", "fp32", "e4m3", "int8", "e2m1", "nf4")
+CODES = ("bf16", "fp32", "e4m3", "int8", "e2m1", "nf4", "uint4")
 REBIASED = (5, 6)
 """Generations that cast an e4m3 of another bias at once, and the one that is stored in many operations; later ones cast
 that, and on earlier ones every cast is emulated."""
@@ -26,6 +27,14 @@ E2M1_FACTOR = 2.0**14
 """What numbers of ``from_e2m1`` must be multiplied by."""
 NF4_FACTOR = 1 / 1.0044705867767334
 """The same of nf4: over it every level is the sum of two bf16 numbers to 3e-7, and by itself to 3e-6."""
+LOOKED_UP = 32
+"""Rows of codes that are looked up together,"""
+BY_LANES = 3
+"""and of so many such rows one among lanes, by units that would be idle, the others among sublanes."""
+UINT4_FACTOR = 1 / 16
+"""The same of ``from_uint4``."""
+UINT4_MIDDLE = 8.0
+"""What those are less than their codes, so that half of them are below 0."""
 MOST_SPAN = 4
 """Lines of a row that are read as they lie."""
 
@@ -44,6 +53,7 @@ class Lie(NamedTuple):
         span: lines of a row; 1 where there are several slots.
         lines: of a tile, in every plane.
         groups: scales of a row, 0 where it has none.
+        scale: code of these.
         apart: of these that scale products of their own, since what they scale would not be exact in bf16; else 1.
         width: channels that share one.
         words: that hold a row's scales.
@@ -56,6 +66,7 @@ class Lie(NamedTuple):
     span: int
     lines: int
     groups: int
+    scale: str
     apart: int
     width: int
     words: int
@@ -70,6 +81,11 @@ class Lie(NamedTuple):
     def levels(self) -> int:
         """Matrices whose sum a plane is: numbers that are no bf16 ones are two."""
         return 2 if self.code == "nf4" else 1
+
+    @property
+    def has_offsets(self) -> bool:
+        """True where numbers are an offset and a code times a scale; words hold all scales, and then all offsets."""
+        return self.code == "uint4"
 
     @property
     def spreads(self) -> bool:
@@ -91,26 +107,28 @@ def lie(region: Region) -> Lie | str:
     if len(values) > 1 or format.tokens > 1 or format.hadamard:
         return f"a row of {format.name} is more than codes and their scales"
     (field,), place = values, region.unit.places[0]
-    if field.code not in CODES or field.has_offsets:
+    if field.code not in CODES:
         return f"codes {field.code} have no cast"
-    if field.group is not None and (field.scale not in ("fp32", "e8m0") or region.unit.places[-1].buffer != WORDS):
+    known = ("bf16",) if field.has_offsets else ("fp32", "e8m0")
+    if field.group is not None and (field.scale not in known or region.unit.places[-1].buffer != WORDS):
         return f"scales of {format.name} are not words of their own"
     size = {"bf16": 2, "fp32": 4}.get(field.code, 1)
     lanes = place.stride // size
     planes, span = 1 + (field.element.bits == 4), max(1, lanes // LANES)
-    apart = field.groups if field.scale == "fp32" and field.groups else 1
+    apart = field.groups if field.scale in ("fp32", "bf16") and field.groups else 1
     bf16 = field.code == "bf16"
     if span > MOST_SPAN or span & span - 1 or (bf16 and (span > 2 or lanes < LANES // 2)):
         return f"rows of {format.dim} channels are too long or too short a line"
     if apart > 1 and span > 1:
-        return f"{format.name} has several fp32 scales a row, and a row is more than a line"
+        return f"{format.name} has several {field.scale} scales a row, and a row is more than a line"
     words = 0 if field.group is None else region.unit.places[-1].stride // 4
     slots = max(1, LANES // lanes)
     if field.groups > apart and (words & words - 1 or slots * words % span):
         return f"scales of {format.dim} channels are {words} words a row"
     lines = TILE_BYTES // size // LANES
     channels = -(-field.size // planes)
-    return Lie(field.code, planes, slots, span, lines, field.groups, apart, field.width, words, channels)
+    groups = field.groups, field.scale or ""
+    return Lie(field.code, planes, slots, span, lines, *groups, apart, field.width, words, channels)
 
 
 def rows_of(region: Region, how: Lie) -> np.ndarray:
@@ -133,10 +151,10 @@ def channels_of(region: Region, how: Lie) -> np.ndarray:
     return np.where(channel < (region.format.dim or 0), channel, -1)
 
 
-def matrices(how: Lie, words, native: bool) -> list:
+def matrices(how: Lie, words, native: bool, sublanes: bool) -> list:
     """Tiles as words [n, 128] int32, or fp32 lines, -> [n · lines, 128] of every plane, bf16 or fp32; of every level.
 
-    ``native``: the chip casts e4m3 itself.
+    ``native``: the chip casts e4m3 itself; ``sublanes``: it looks levels up among these, too.
     """
     if how.code == "fp32":
         return [_filled(how, words)]
@@ -148,8 +166,10 @@ def matrices(how: Lie, words, native: bool) -> list:
     if how.code == "e4m3":
         return [from_e4m3(words, native)]
     if how.code == "nf4":
-        low, high = _nf4(words & 0x0F0F0F0F), _nf4(lax.shift_right_logical(words, 4) & 0x0F0F0F0F)
+        low, high = (_nf4(lax.shift_right_logical(words, bits) & 0x0F0F0F0F, sublanes) for bits in (0, 4))
         return [level for both in zip(low, high, strict=True) for level in both]
+    if how.code == "uint4":
+        return [from_uint4(words << 4), from_uint4(words)]
     high = lax.shift_right_logical(words, 3) & 0x0E0E0E0E | words & np.int32(-0x7F7F7F80)
     return [from_e2m1(words), pltpu.bitcast(high, jnp.float8_e5m2).astype(jnp.bfloat16)]
 
@@ -171,7 +191,8 @@ def _filled(how: Lie, words):
 
 def factor(how: Lie, native: bool) -> float:
     """What a matrix must be multiplied by: casts that have another exponent's bias."""
-    return {"e4m3": e4m3_factor(native), "e2m1": E2M1_FACTOR, "nf4": NF4_FACTOR}.get(how.code, 1.0)
+    factors = {"e4m3": e4m3_factor(native), "e2m1": E2M1_FACTOR, "nf4": NF4_FACTOR, "uint4": UINT4_FACTOR}
+    return factors.get(how.code, 1.0)
 
 
 def from_e2m1(words):
@@ -183,17 +204,48 @@ def from_e2m1(words):
     return pltpu.bitcast(low, jnp.float8_e5m2).astype(jnp.bfloat16)
 
 
-def _nf4(words):
+def from_uint4(words):
+    """Words [n, 128], of which the upper half of each byte is a code -> [4n, 128] bf16, 16 times the code less 8."""
+    return pltpu.bitcast(words & np.int32(-0x0F0F0F10) ^ np.int32(-0x7F7F7F80), jnp.int8).astype(jnp.bfloat16)
+
+
+def _nf4(words, sublanes: bool):
     """Words [n, 128] of four codes -> two of [4n, 128] bf16, which add up to the levels over ``NF4_FACTOR``."""
-    code = pltpu.bitcast(words, jnp.uint8).astype(jnp.int32)
+    code = pltpu.bitcast(words, jnp.int8).astype(jnp.int32)
+    found = []
+    for number, first in enumerate(range(0, len(code), LOOKED_UP)):
+        some = code[first : first + LOOKED_UP]
+        by_lanes = number % BY_LANES == 0 or len(some) % 8 or not sublanes
+        found.append(_among_lanes(some) if by_lanes else _among_sublanes(some))
+    bits = jnp.concatenate(found, axis=0)
+    return of_bits(bits).astype(jnp.bfloat16), pltpu.bitcast(bits.astype(jnp.int16), jnp.bfloat16)
+
+
+def _among_lanes(code):
+    """Bits of the levels of codes [n, 128], from a table that has one a lane."""
     rows = 8 if len(code) % 8 == 0 else len(code)
-    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
-    table = jnp.zeros(lane.shape, jnp.int32)
-    for number, bits in enumerate(NF4_BITS):
-        table = jnp.where(lane == number, bits, table)
-    table = jnp.concatenate([table] * (len(code) // rows), axis=0)
-    bits = jnp.take_along_axis(table, code, axis=1, mode="promise_in_bounds")
-    return of_bits(bits).astype(jnp.bfloat16), of_bits(bits << 16).astype(jnp.bfloat16)
+    table = jnp.concatenate([_table(0, (rows, LANES), 1)] * (len(code) // rows), axis=0)
+    return jnp.take_along_axis(table, code, axis=1, mode="promise_in_bounds")
+
+
+def _among_sublanes(code):
+    """The same from two tables that have one a sublane."""
+    tables, found = [_table(first, (8, LANES), 0) for first in (0, 8)], []
+    for first in range(0, len(code), 8):
+        some = code[first : first + 8]
+        low, high = (jnp.take_along_axis(table, some & 7, axis=0, mode="promise_in_bounds") for table in tables)
+        found.append(jnp.where(some < 8, low, high))
+    return jnp.concatenate(found, axis=0)
+
+
+def _table(first: int, shape: tuple[int, int], axis: int):
+    """Bits of the levels from one on, along an axis."""
+    place = lax.broadcasted_iota(jnp.int32, shape, axis)
+    return functools.reduce(
+        lambda table, one: jnp.where(place == one[0], one[1], table),
+        enumerate(NF4_BITS[first : first + shape[axis]]),
+        jnp.zeros(shape, jnp.int32),
+    )
 
 
 def _nf4_bits() -> list[np.int32]:
@@ -223,6 +275,16 @@ def casts_e4m3(interpret: Any) -> bool:
         return False
     try:
         return pltpu.get_tpu_info().generation not in REBIASED
+    except ValueError:
+        return False
+
+
+def looks_among_sublanes(interpret: Any) -> bool:
+    """True where the chip that a kernel is compiled for looks numbers up among sublanes; every one does among lanes."""
+    if interpret:
+        return True
+    try:
+        return pltpu.get_tpu_info().generation > 4
     except ValueError:
         return False
 
@@ -275,12 +337,26 @@ def _rebiased(words):
     return magnitude + lax.shift_right_logical(nan, 7) | some
 
 
-def scales(scale: str, words):
-    """Scales fp32 of rows that have one each, from their words, of any shape."""
-    if scale == "fp32":
-        return of_bits(words)
-    byte = words & 0xFF
+def scales(how: Lie, words, part: int):
+    """Scales fp32 of a group of rows, from their words, a list of arrays of any shape."""
+    if how.scale == "fp32":
+        return of_bits(words[part])
+    if how.scale == "bf16":
+        return _half(words, part)
+    byte = words[part] & 0xFF
     return jnp.where(byte == 0xFF, np.float32(np.nan), of_bits(byte << 23))
+
+
+def offsets(how: Lie, words, part: int):
+    """What is added to the numbers of ``matrices`` times their scale, of a group of rows."""
+    middle = scales(how, words, part) * np.float32(UINT4_MIDDLE)
+    return (_half(words, how.groups + part) + middle) * np.float32(1 / UINT4_FACTOR)
+
+
+def _half(words, number: int):
+    """The bf16 number ``number`` of words, the lower half first."""
+    word = words[number // 2]
+    return of_bits(word & np.int32(-0x10000) if number % 2 else word << 16)
 
 
 class Moves(NamedTuple):

@@ -19,7 +19,8 @@ CHUNK_BYTES = 1 << 19
 BLOCK_BYTES = 1 << 20
 """Of a block in one pool that is taken at all."""
 PIECE_LINES = 4096
-"""Lines that are multiplied together, with queries of up to as many heads as follow; fewer where there are more."""
+"""Lines that are multiplied together, with queries of up to as many heads as follow; fewer where there are more, of
+whom each counts as often as rows have scales apart."""
 PIECE_HEADS = 64
 CAREFUL_LINES = 256
 """The same where rows may be no numbers, which is rare: less code."""
@@ -38,6 +39,7 @@ class Walk(NamedTuple):
         lines: of a piece.
         positions: from a piece to the next.
         native: the chip casts e4m3 itself.
+        sublanes: it looks levels up among sublanes, too.
         terms: bf16 numbers that a query, or a weight, is the sum of.
     """
 
@@ -48,6 +50,7 @@ class Walk(NamedTuple):
     lines: int
     positions: int
     native: bool
+    sublanes: bool
     terms: int
 
 
@@ -75,12 +78,21 @@ def supports(keys: Region, values: Region) -> bool:
 
 
 def walk(
-    keys: Region, values: Region, blocks: int, heads: int, *, native: bool, terms: int, careful: bool = False
+    keys: Region,
+    values: Region,
+    blocks: int,
+    heads: int,
+    *,
+    native: bool,
+    sublanes: bool,
+    terms: int,
+    careful: bool = False,
 ) -> Walk:
     """How a token's ``blocks`` blocks are walked for so many heads of queries."""
     how = _lie(keys), _lie(values)
     rows = block_lines.rows_of(keys, how[0])
-    limit = CAREFUL_LINES if careful else max(LANES, PIECE_LINES * PIECE_HEADS // max(PIECE_HEADS, heads))
+    parts = max(PIECE_HEADS, heads * max(one.apart for one in how))
+    limit = CAREFUL_LINES if careful else max(LANES, PIECE_LINES * PIECE_HEADS // parts)
     unit, held = rows.shape[1], keys.rows * keys.heads
     most = max(dict(region.unit.buffers)[region.unit.places[0].buffer] for region in (keys, values))
     count = max(1, min(blocks, CHUNK_BYTES // most))
@@ -91,8 +103,8 @@ def walk(
         some = lines * rows.shape[0] // how[0].span
         fits = lines <= limit and lines % LANES == 0 and some % keys.heads == 0 and some * words % LANES == 0
         if not rest and fits:
-            return Walk((keys, values), how, count, pieces, lines, some // keys.heads, native, terms)
-    return Walk((keys, values), how, count, count, unit, keys.rows, native, terms)
+            return Walk((keys, values), how, count, pieces, lines, some // keys.heads, native, sublanes, terms)
+    return Walk((keys, values), how, count, count, unit, keys.rows, native, sublanes, terms)
 
 
 def _lie(region: Region) -> Lie:
@@ -118,7 +130,8 @@ def moves_of(by: Walk) -> list[block_lines.Moves | block_lines.Spread]:
         if how.spreads:
             return block_lines.spread_of(how, by.lines)
         row = rows_of(by)[:, None]
-        words = np.where(row >= 0, row * how.apart + np.arange(how.apart)[None, :, None], -1)
+        count = how.words or 1
+        words = np.where(row >= 0, row * count + np.arange(count)[None, :, None], -1)
         return block_lines.moves_of(words.reshape(-1, by.lines))
 
     keys, values = by.how
