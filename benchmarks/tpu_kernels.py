@@ -71,7 +71,7 @@ def tile_bytes(layer: LayerSpec, role: str) -> int:
     return sum(buffer.lines * LANES for buffer in buffers_of(region))
 
 
-def attended(role: str, rows: int) -> Callable[[], Case]:
+def attended(role: str, rows: int, dtype: Any = jnp.float32) -> Callable[[], Case]:
     """Attention over rows of one role."""
 
     def attend(region: Region, pools: Any, q: Any, unit: Any, row: Any) -> Any:
@@ -79,7 +79,7 @@ def attended(role: str, rows: int) -> Callable[[], Case]:
         return attend_rows.attend_rows(q, [source], interpret=False)
 
     places = ((TOKENS, rows), jnp.int32)
-    return lambda: of_rows(verbs.csa(), role, attend, ((TOKENS, HEADS, 512), jnp.float32), places, places)
+    return lambda: of_rows(verbs.csa(), role, attend, ((TOKENS, HEADS, 512), dtype), places, places)
 
 
 def gathered() -> Case:
@@ -179,6 +179,7 @@ def _scored_bytes() -> int:
 
 
 V3_TOKENS = 512
+QUERIES = (("", jnp.float32), (", queries in bf16", jnp.bfloat16))
 LOOKED_AT = ("nf4_b64", "int4_g32", "int4_g64")
 """Formats with several scales apart, of whose time products with queries are much."""
 PAGED = "ragged_paged_attention"
@@ -199,16 +200,25 @@ KERNELS: dict[str, Kernel] = {
         )
         for format in LOOKED_AT
     },
-    "attend_rows v4_584 selected": Kernel(
-        attended("entries", TOPK), "attend.", "256 rows", row_bytes("entries", lambda: attend_rows.NARROW_ROWS_A_STEP)
-    ),
-    "attend_rows v4_584 window": Kernel(
-        attended("window", WINDOW),
-        "attend.",
-        "128 rows",
-        row_bytes("window", lambda: attend_rows.ROWS_A_STEP),
-        quick=True,
-    ),
+    **{
+        f"attend_rows v4_584 selected{word}": Kernel(
+            attended("entries", TOPK, dtype),
+            "attend.",
+            "256 rows",
+            row_bytes("entries", lambda: attend_rows.NARROW_ROWS_A_STEP),
+        )
+        for word, dtype in QUERIES
+    },
+    **{
+        f"attend_rows v4_584 window{word}": Kernel(
+            attended("window", WINDOW, dtype),
+            "attend.",
+            "128 rows",
+            row_bytes("window", lambda: attend_rows.ROWS_A_STEP),
+            quick=True,
+        )
+        for word, dtype in QUERIES
+    },
     "gather_rows v4_584 selected": Kernel(
         gathered, "gather.", "256 rows", row_bytes("entries", lambda: gather_rows.ROWS_A_STEP), quick=True
     ),

@@ -249,12 +249,12 @@ def test_one_softmax_over_two_sources_with_the_sink_once(rng: np.random.Generato
     @jax.jit
     def attend(pools, q, sink):
         given = [source._replace(pools=mine) for source, mine in zip(sources, pools, strict=True)]
-        return attend_rows(q, given, sink, interpret=INTERPRETER)
+        return attend_rows(q, given, sink, scale=0.5, interpret=INTERPRETER)
 
     out, lse = (np.asarray(array) for array in attend(pools, q, sink))
     for token in range(2):
         keys = np.concatenate([stored[pick[token][pick[token] >= 0]] for stored, pick in rows])
-        logits = q[token].astype(np.float64) @ keys.T
+        logits = 0.5 * q[token].astype(np.float64) @ keys.T
         weights = np.exp(logits)
         np.testing.assert_allclose(lse[token], np.log(weights.sum(1)), rtol=1e-5)
         wanted = (weights @ keys) / (weights.sum(1) + np.exp(sink.astype(np.float64)))[:, None]
@@ -263,8 +263,12 @@ def test_one_softmax_over_two_sources_with_the_sink_once(rng: np.random.Generato
     assert np.isneginf(lse[2]).all()
 
 
-def test_a_ring_is_taken_whole_and_seen_in_part(rng: np.random.Generator) -> None:
-    """From its first row, in its middle, around its end, all of it, of one row and of none; NaN in rows not written."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_ring_is_taken_whole_and_seen_in_part(dtype: str, rng: np.random.Generator) -> None:
+    """From its first row, in its middle, around its end, all of it, of one row and of none; NaN in rows not written.
+
+    Queries in bf16 are as exact, and what they give is as exact as weights in bf16 allow.
+    """
     name, count = "v4_584", 37
     one = region(name, growth="slot", rows=count)
     assert rings.fits(one)
@@ -280,17 +284,21 @@ def test_a_ring_is_taken_whole_and_seen_in_part(rng: np.random.Generator) -> Non
     row = np.zeros_like(unit)
     for token, (mine, first, seen) in enumerate(runs):
         unit[token, count - seen :], row[token, count - seen :] = mine, (first + np.arange(seen)) % count
-    q = rng.standard_normal((len(runs), 2, 512)).astype(np.float32) / 22
-    call = jax.jit(lambda pools, *rest: attend_rows(rest[0], [Source(one, pools, *rest[1:])], interpret=INTERPRETER))
+    q = np.asarray(jnp.asarray(rng.standard_normal((len(runs), 2, 512)), dtype))
+    options = {"scale": 1 / 22, "interpret": INTERPRETER}
+    call = jax.jit(lambda pools, *rest: attend_rows(rest[0], [Source(one, pools, *rest[1:])], **options))
     out, lse = map(np.asarray, call(pools, q, unit, row))
+    exact = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2.0**-7, "atol": 2.0**-8 * np.abs(out).max()}
+    )
     for token, (mine, first, seen) in enumerate(runs):
         some = keys[(0 if mine == 2 else count) + (first + np.arange(seen)) % count]
-        weights = np.exp(q[token].astype(np.float64) @ some.T)
+        weights = np.exp(q[token].astype(np.float64) @ some.T / 22)
         total = weights.sum(axis=1)
         with np.errstate(divide="ignore"):
             np.testing.assert_allclose(lse[token], np.log(total), rtol=1e-5)
         wanted = weights @ some / np.where(total == 0, 1, total)[:, None]
-        np.testing.assert_allclose(out[token], wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(out[token], wanted, **exact)
 
 
 @pytest.mark.parametrize(("tokens", "columns", "k"), [(0, 8, 4), (2, 0, 4), (2, 8, 0)])

@@ -66,7 +66,7 @@ def attend(
     if rows is None:
         sources = _sources(layer, index, selected)
         if fused.attends(pools, [source[0] for source in sources], q, sum(source[1].shape[1] for source in sources)):
-            out, lse = fused.attend(pools, q.astype(jnp.float32) * factor, sources, sink)
+            out, lse = fused.attend(pools, q, sources, sink, factor)
             return finished(Attention(out.astype(q.dtype), lse))
     if entries is not None and selected is None:
         # As many rounds as there are entries: a loop that JAX differentiates forwards only.

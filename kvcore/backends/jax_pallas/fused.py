@@ -140,8 +140,8 @@ def attends(pools, regions, q, rows: int) -> bool:
     return fits and all(moves(pools, region) and region.format.dim == q.shape[2] for region in regions)
 
 
-def attend(pools, q, sources, sink):
-    """Out [T, H, d] fp32 and lse [T, H] from q, scaled, over (region, unit [T, n], row [T, n], global scale) each."""
+def attend(pools, q, sources, sink, scale):
+    """Out [T, H, d] fp32 and lse [T, H] from q over (region, unit [T, n], row [T, n], global scale) each."""
     step = max(1, ROWS_A_CALL // sum(unit.shape[1] for _, unit, _, _ in sources))
     outs, lses = [], []
     for first in range(0, len(q), step):
@@ -149,7 +149,7 @@ def attend(pools, q, sources, sink):
         given = [
             Source(region, _of(pools, region), unit[some], row[some], scale) for region, unit, row, scale in sources
         ]
-        out, lse = attend_rows(q[some], given, sink, interpret=interpreted(pools))
+        out, lse = attend_rows(q[some], given, sink, scale=scale, interpret=interpreted(pools))
         outs.append(out)
         lses.append(lse)
     return jnp.concatenate(outs), jnp.concatenate(lses)

@@ -44,10 +44,15 @@ class Source(NamedTuple):
     global_scale: float = 1.0
 
 
-def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
-    """Attend from q [T, H, d], scaled, fp32 -> out [T, H, d] fp32 and lse [T, H]; lse -inf and out 0 without a row.
+def attend_rows(q, sources: list[Source], sink=None, *, scale=1.0, interpret: Any):
+    """Attend from q [T, H, d] -> out [T, H, d] fp32 and lse [T, H]; lse -inf and out 0 without a row.
 
-    The sink [H] is one logit a head in the denominator alone: it counts once, has no value, and is not part of lse.
+    Args:
+        q: fp32, or bf16, whose weights are rounded to bf16, too, where all sources are narrow rows.
+        sources: whose rows are seen.
+        sink: [H], one logit a head in the denominator alone: it counts once, has no value, and is not part of lse.
+        scale: of the logits, a number or an fp32 scalar.
+        interpret: as in ``pallas_call``.
     """
     tokens, heads, dim = q.shape
     narrow = [compact.narrow(source.region) for source in sources]
@@ -58,9 +63,10 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
         chunks.append(1 if rings.fits(source.region) else -(-rows // sizes[-1]))
     scalars, inputs, held = [], [], []
     if not all(narrow):
-        inputs.append(q)
+        inputs.append(q.astype(jnp.float32) * scale)
     if any(narrow):
-        inputs.append(compact.exact_parts(q, PARTS_OF_FP32))
+        rounded = all(narrow) and q.dtype == jnp.bfloat16
+        inputs.append(q if rounded else compact.exact_parts(q.astype(jnp.float32), PARTS_OF_FP32))
     specs = [pl.BlockSpec((1, *array.shape[1:]), lambda t, *_: (t, 0, 0)) for array in inputs]
     if sink is not None:
         array, spec = softmax.sink_input(sink, heads)
@@ -80,6 +86,7 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
         specs += [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
         held += scratches
         first += count
+    scalars.append(jnp.asarray(scale, jnp.float32).reshape(1))
     regions = [(source.region, source.global_scale) for source in sources]
     rows = tokens * sum(count * size for count, size in zip(chunks, sizes, strict=True))
     out, lse = pl.pallas_call(
@@ -141,6 +148,7 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
         size = 5 if rings.fits(region) else 2 if compact.narrow(region) else 3
         scalars.append(refs[:size])
         refs = refs[size:]
+    scale, *refs = refs
     narrow = [compact.narrow(region) for region, _ in regions]
     q, refs = (None, refs) if all(narrow) else (refs[0], refs[1:])
     parts, refs = (refs[0], refs[1:]) if any(narrow) else (None, refs)
@@ -152,7 +160,7 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
         refs = refs[size:]
     out, lse, largest, total, weighted, *refs = refs
     token, step = pl.program_id(0), pl.program_id(1)
-    state = largest, total, weighted
+    asked, state = (parts, scale), (largest, total, weighted)
 
     softmax.begin(step, *state)
 
@@ -166,7 +174,7 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
             order = numbers, following
             pl.when((token == 0) & (step == 0))(lambda ring=ring, order=order: ring.start(0, order))
             pl.when((step == first) & (numbers[token] >= 0))(
-                functools.partial(_in_ring, parts, ring, token, order, seen, state)
+                functools.partial(_in_ring, asked, ring, token, order, seen, state)
             )
             first += count
             continue
@@ -177,7 +185,7 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
             pl.when((token == 0) & (step == 0))(stream.begin)
             chunk = token * count + jnp.clip(step - first, 0, count - 1)
             pl.when((step >= first) & (step < first + count) & (order[0][chunk] >= 0))(
-                functools.partial(_narrow, parts, stream, chunk, unit, row, state)
+                functools.partial(_narrow, asked, stream, chunk, unit, row, state)
             )
             last = (token == pl.num_programs(0) - 1) & (step == pl.num_programs(1) - 1)
             pl.when(last)(stream.end)
@@ -216,30 +224,33 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
     softmax.end(step, largest, total, weighted, sink, out, lse)
 
 
-def _in_ring(q, ring, token, order, seen, state) -> None:
+def _in_ring(asked, ring, token, order, seen, state) -> None:
     """A token's step over its ring."""
     first, count = (array[token] for array in seen)
     lines = ring.lines(token, order, first, count)
     exists = rings.among(ring.region, lax.broadcasted_iota(jnp.int32, (1, len(lines[0])), 1), first, count)
-    _weigh(q, lines, exists, state)
+    _weigh(asked, lines, exists, state)
 
 
-def _narrow(q, stream, chunk, unit, begins, state) -> None:
+def _narrow(asked, stream, chunk, unit, begins, state) -> None:
     """A step over rows of narrow codes, some of which exist."""
-    _weigh(q, stream.lines(chunk, begins[0], later=unit.shape[2] * LATER // NARROW_ROWS_A_STEP), unit[0] >= 0, state)
+    lines = stream.lines(chunk, begins[0], later=unit.shape[2] * LATER // NARROW_ROWS_A_STEP)
+    _weigh(asked, lines, unit[0] >= 0, state)
 
 
-def _weigh(q, lines, exists, state) -> None:
-    """Take lines [K, 128] bf16 into the softmax where ``exists`` [1, K]; q as parts, one under the other."""
-    largest, total, weighted = state
-    rows = jnp.concatenate(lines, axis=1)
-    logits = _summed(compact.dot(q[0], rows))
+def _weigh(asked, lines, exists, state) -> None:
+    """Take lines [K, 128] bf16 into the softmax where ``exists`` [1, K].
+
+    ``asked``: q as parts, one under the other, and the scale of its logits.
+    """
+    (q, scale), (largest, total, weighted) = asked, state
+    heads, rows = len(weighted), jnp.concatenate(lines, axis=1)
+    logits = _summed(compact.dot(q[0], rows), heads) * scale[0]
     kept, weights = softmax.weigh_logits(logits, jnp.broadcast_to(exists, logits.shape), largest, total)
-    found = _summed(compact.dot(compact.exact_parts(weights, PARTS_OF_FP32), rows, contract=0))
-    weighted[...] = weighted[...] * kept + found
+    weights = compact.exact_parts(weights, q.shape[1] // heads)
+    weighted[...] = weighted[...] * kept + _summed(compact.dot(weights, rows, contract=0), heads)
 
 
-def _summed(products):
+def _summed(products, heads: int):
     """Of a left side in parts, the sum over them."""
-    size = len(products) // PARTS_OF_FP32
-    return sum(products[first : first + size] for first in range(0, len(products), size))
+    return sum(products[first : first + heads] for first in range(0, len(products), heads))
