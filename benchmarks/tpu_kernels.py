@@ -230,6 +230,14 @@ KERNELS: dict[str, Kernel] = {
     "append_window v4_584": Kernel(
         lambda: verbs.verb((verbs.csa(),), verbs.append_window, (512,)), "kvcore.append_window", "8 rows"
     ),
+    "append_kv int4_g64": Kernel(
+        lambda: verbs.verb((verbs.llama("int4_g64"),), verbs.append_kv, (8, 128), (8, 128)),
+        "kvcore.append_kv",
+        "scales of 8 positions",
+    ),
+    "gather_kv int4_g64": Kernel(
+        lambda: verbs.verb((verbs.llama("int4_g64"),), verbs.gather_kv), "kvcore.gather_kv", "64 neighbours"
+    ),
     "select top 512 of 1024": Kernel(
         lambda: verbs.verb((verbs.csa(),), verbs.select, (64 * verbs.BLOCKS,)), "", "a token"
     ),

@@ -71,6 +71,30 @@ def test_neighbours_are_written_and_read_together(count, rng) -> None:
     assert np.asarray(read(written, unit, row * count)).tobytes() == new.tobytes()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_that_come_together_are_those_that_come_alone(count, rng) -> None:
+    """Neighbours, those with a hole, of two units, up to a unit's end, one tile again and again; some that are left."""
+    pool = rng.integers(0, 256, (3, 40, 4, 128), np.uint8)
+    ahead = count * np.arange(8)
+    every = [
+        (np.full(8, 2), 4 + ahead),
+        (np.where(ahead == count, -1, 1), 8 + ahead),
+        (np.where(ahead < 4, 0, 1), ahead),
+        (np.full(8, 1), 40 - 8 * count + ahead),
+        (np.zeros(8, int), np.full(8, 6)),
+        (np.full(8, -1), np.full(8, 0)),
+        (np.full(8, 0), 16 - ahead),
+        (np.full(8, 2), ahead),
+        (np.full(8, 1), 2 + ahead),
+        (np.full(3, 1), 30 + ahead[:3]),
+    ]
+    unit, row = (np.concatenate(part).astype(np.int32) for part in zip(*every, strict=True))
+    wanted = np.stack([pool[u, r : r + count].reshape(-1, 128) if u >= 0 else np.zeros((4 * count, 128), np.uint8)
+                       for u, r in zip(unit, row, strict=True)])  # fmt: skip
+    found = jax.jit(functools.partial(read_rows, count=count, interpret=INTERPRETER))(pool, unit, row)
+    assert np.asarray(found).tobytes() == wanted.tobytes()
+
+
 @pytest.mark.parametrize(
     ("parts", "dtype"),
     [
