@@ -21,6 +21,8 @@ def write_rows(pool, unit, row, tiles, *, interpret: Any = False):
     if tiles.ndim == 3:
         tiles = tiles[:, None]
     tiles, unit, row = _padded(tiles, unit, row)
+    if not interpret:
+        unit = _within(pool, unit, row, pool.shape[1] - tiles.shape[1])
     kernel = functools.partial(_write, count=tiles.shape[1], unroll=not interpret)
     scratch = [pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))]
     return _call(kernel, pool, (unit, row), tiles, scratch, interpret)
@@ -36,6 +38,8 @@ def write_parts(pool, unit, part, tiles, *, parts: int, interpret: Any = False):
         tiles: [n, s, 128], the same part again and again, so that it need not be moved.
     """
     tiles, unit, part = _padded(tiles, unit, part)
+    if not interpret:
+        unit = _within(pool, unit, part, pool.shape[1] * parts - 1)
     groups = unit.reshape(-1, ROWS_IN_FLIGHT), (part // parts).reshape(-1, ROWS_IN_FLIGHT)
     same = functools.reduce(jnp.logical_and, (array[:, :, None] == array[:, None] for array in groups))
     # Who fetches and puts the tile of each: the first of the group that lies in it.
@@ -120,10 +124,16 @@ def _call(kernel, pool, scalars, tiles, scratch, interpret):
             scratch_shapes=scratch,
         ),
         input_output_aliases={len(scalars) + 1: 0},
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
         interpret=interpret,
     )(*scalars, tiles, pool)
     # A pinned pool that is an output of the program without anything in between is refused by XLA's verifier.
     return written if interpret else lax.optimization_barrier(written)
+
+
+def _within(pool, unit, row, last: int):
+    """Units of rows that a pool has, -1 for others: a check of compiled code would take as long as starting a copy."""
+    return jnp.where((unit < pool.shape[0]) & (row >= 0) & (row <= last), unit, -1)
 
 
 def _padded(tiles, unit, row):
