@@ -17,7 +17,7 @@ from tests.jax_pallas.tpu_cases import KERNELS, STEPS
 from tests.support.samples import fewest
 
 RECORDS = [Path(__file__).parents[2] / "records" / f"compile_tpu{more}.json" for more in ("", "_coded")]
-"""The second is of formats in codes of four and eight bits that kernels were taught since."""
+"""The second is of what came since: formats in codes of four and eight bits, and whole layers."""
 CHIPS = ("v6e", "v5e", "v5p", "v7x")
 """Each compiles one case of each verb at least, the first a whole step."""
 
