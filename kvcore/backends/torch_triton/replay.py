@@ -358,8 +358,8 @@ class Replayed:
         held, token = self._seen.pools
         if held is not pools:
             return None
-        program, placed = kind.program, ((layer, *other._places) for layer, other in others.items())
-        lie = {layer: places[program] for layer, known, places in placed if known is token and program in places}
+        program, placed = kind.program, ((n, *other._places) for n, other in others.items())
+        lie: dict[int, Any] = {n: at[program] for n, known, at in placed if known is token and program in at}
         return Turns(self._seen, kind, token, lie)
 
     def again(self, door: str, pools: Any, index: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
