@@ -31,6 +31,7 @@ REQUESTS, BLOCKS = 8, 16
 HEADS, INDEX_HEADS, TOPK = 64, 64, 512
 LATENT_FORMATS = ("bf16", "v41_528", "v41_fp4_288", "v32_656", "row_580", "mxfp4_368")
 CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row", "mxfp4", "nf4_b64", "int4_g32", "int4_g64")
+FOUR_BITS = ("mxfp4", "nf4_b64", "int4_g64")
 VIEW_FORMATS = ("bf16", "fp8_row", "mxfp4")
 INDEX_FORMATS = ("index_fp8_132", "index_fp8_132_fp32scale", "index_nvfp4")
 
@@ -258,6 +259,8 @@ for _name in INDEX_FORMATS:
 for _name in CLASSIC_FORMATS:
     KERNELS[f"attend_kv/{_name}/tpu_tile/decode"] = lambda n=_name: verb((llama(n),), attend_kv, (32, 128), (32,))
 
+for _name in FOUR_BITS:
+    KERNELS[f"append_kv/{_name}/tpu_tile/decode"] = lambda n=_name: verb((llama(n),), append_kv, (8, 128), (8, 128))
 for _name in VIEW_FORMATS:
     KERNELS[f"view.attend/{_name}/tpu_tile/decode"] = lambda n=_name: view(n)
 
