@@ -10,6 +10,15 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 WORKFLOWS = ROOT / ".github" / "workflows"
 
 
+def test_every_record_has_a_line():
+    page = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./*]+)`", "".join(re.findall(r"^\| (.*?) \|", page, re.MULTILINE))))
+    stems = {name.removesuffix("*").rstrip(".").removesuffix("/") for name in named if not name.startswith(".")}
+    for path in (ROOT / "records").iterdir():
+        whole = {path.name, path.name.split(".")[0], path.stem + ".json"}
+        assert path.name == "README.md" or whole & (stems | named), path.name
+
+
 def test_links_of_the_readme_are_absolute_and_name_what_there_is():
     links = re.findall(r"\]\(([^)]+)\)", README)
     assert len(links) > 5
