@@ -66,6 +66,11 @@ class Side(NamedTuple):
     all_heads: bool = False
     before_rope: bool = False
 
+    @property
+    def waits(self) -> bool:
+        """Whether any token is raw for a while."""
+        return self.tokens > 1 or self.recent > 0
+
     def raw(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Which keys each query sees raw."""
         return (key >= (query + 1) // self.tokens * self.tokens) & (self.tokens > 1) | (key > query - self.recent)
@@ -171,12 +176,15 @@ class Coded:
         raw = [rows.bfloat16().float() for rows in (key, value)]
         coded = [held(side, rows, self.theta) for side, rows in zip(self.sides, raw, strict=True)]
         raw_keys, raw_values, keys, values = (rows.repeat_interleave(shared, 1) for rows in (*raw, *coded))
-        scores = torch.where(
-            self.sides[0].raw(at, of), query @ raw_keys.transpose(2, 3), query @ keys.transpose(2, 3)
-        ).mul_(scaling)
-        weights = scores.masked_fill(of > at, -torch.inf).softmax(-1)
-        is_raw = self.sides[1].raw(at, of)
-        out = (weights * ~is_raw) @ values + (weights * is_raw) @ raw_values
+        scores = query @ keys.transpose(2, 3)
+        if self.sides[0].waits:
+            scores = torch.where(self.sides[0].raw(at, of), query @ raw_keys.transpose(2, 3), scores)
+        weights = scores.mul_(scaling).masked_fill_(of > at, -torch.inf).softmax(-1)
+        if self.sides[1].waits:
+            is_raw = self.sides[1].raw(at, of)
+            out = (weights * ~is_raw) @ values + (weights * is_raw) @ raw_values
+        else:
+            out = weights @ values
         return out.transpose(1, 2).contiguous(), None
 
 
@@ -236,8 +244,8 @@ def tasks(tokenizer: Any, windows: int, tokens: int, needles: int, prompts: int,
         Task("prompt", number, language_model.asked(tokenizer, [prompt]).input_ids, new)
         for number, prompt in enumerate(language_model.PROMPTS[:prompts])
     ]
-    # A prompt after three windows, a needle after four: they take longer.
-    late = {"window": (1, 0), "prompt": (3, 2.5), "needle": (4, 3.5)}
+    # A prompt after every window, which takes longer; a needle, which takes longer still, after four.
+    late = {"window": (1, 0), "prompt": (1, 0.5), "needle": (4, 1.5)}
     return sorted([*read, *asked, *hidden], key=lambda task: task.number * late[task.kind][0] + late[task.kind][1])
 
 
