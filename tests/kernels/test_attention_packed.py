@@ -49,7 +49,7 @@ NUMBERS = {
 def of_keys(parts, number):
     """Two halfwords side by side -> pairs side by side: codes 2 p and 2 p + 1 of both."""
 
-    def take(half):
+    def take(half, *_):
         codes = np.moveaxis(codes_of(half, parts), 0, -1).reshape(len(half), -1, 2 * parts)
         return tuple(number(codes[:, :, 2 * p : 2 * p + 2]).reshape(half.shape) for p in range(parts))
 
@@ -57,7 +57,7 @@ def of_keys(parts, number):
 
 
 def of_values(parts, number):
-    return lambda half: tuple(number(codes) for codes in codes_of(half, parts))
+    return lambda half, *_: tuple(number(codes) for codes in codes_of(half, parts))
 
 
 def codes_of(half, parts):
@@ -171,7 +171,8 @@ def test_its_answers_are_those_of_the_reference(
 
 def pairs_of(assembly, word, parts):
     """The pairs of fp16 numbers that a register of codes is taken to."""
-    found = registers(assembly.value, word, first=parts)
+    held = [word & 0xFFFFFFFF for held in attend_packed.HELD for word in (held, held)]
+    found = registers(assembly.value, word, *held, first=parts)
     return np.array([[found[f"${n}"] & 0xFFFF, found[f"${n}"] >> 16] for n in range(parts)], np.uint16).view(np.float16)
 
 

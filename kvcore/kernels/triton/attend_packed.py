@@ -54,18 +54,28 @@ def _int8(first: str, second: str) -> str:
     prmt.b32 y, x, 0x64646464, {second}; sub.rn.f16x2 $1, y, z; }}"""
 
 
-def _looked_up(target: str, words: tuple[int, ...]) -> str:
-    """Assembly from four nibbles, by what ``s`` and ``t`` begin with, to their bytes of a table of sixteen."""
-    first, second, third, fourth = words
-    return f"""prmt.b32 a, {first:#x}, {second:#x}, s; prmt.b32 b, {third:#x}, {fourth:#x}, s;
+def _looked_up(target: str, place: int, words: tuple[int, ...]) -> str:
+    """Assembly from four nibbles, by what ``s`` and ``t`` begin with, to their bytes of a table of sixteen.
+
+    Of two words of a permutation one may be written in the instruction; the other is held from ``place`` on.
+    """
+    _, second, _, fourth = words
+    return f"""prmt.b32 a, {_held(place)}, {second:#x}, s; prmt.b32 b, {_held(place + 1)}, {fourth:#x}, s;
     prmt.b32 {target}, a, b, t;
 """
 
 
-_NF4 = """{ .reg .b32 s, t, a, b, h, l, x, y, z, w;
-    and.b32 s, $4, 0x77777777; shr.u32 t, $4, 1; and.b32 t, t, 0x44444444; or.b32 t, t, 0x32103210;
+def _held(place: int) -> str:
+    """The operand that word ``place`` of HELD is in, behind four results and the codes: one of two alike."""
+    return f"${5 + 2 * place}"
+
+
+HELD = tuple(word - (word >> 31 << 32) for word in (*_WORDS[:4:2], *_WORDS[4::2], *_UPPER[::2], 0x32103210))
+"""Words that a program holds in registers, as int32: what else is constant, each use of them would move there anew."""
+_NF4 = f"""{{ .reg .b32 s, t, a, b, h, l, x, y, z, w;
+    and.b32 s, $4, 0x77777777; shr.u32 t, $4, 1; lop3.b32 t, t, 0x44444444, {_held(6)}, 0xea;
 """
-_BOTH = _looked_up("h", _WORDS[:4]) + _looked_up("l", _WORDS[4:])
+_BOTH = _looked_up("h", 0, _WORDS[:4]) + _looked_up("l", 2, _WORDS[4:])
 _NEXT = "shr.u32 s, s, 16; shr.u32 t, t, 16;\n"
 
 
@@ -93,7 +103,7 @@ NF4 = (
     prmt.b32 $0, x, z, 0x5410; prmt.b32 $1, x, z, 0x7632; prmt.b32 $2, y, w, 0x5410; prmt.b32 $3, y, w, 0x7632; }"""
     ),
 )
-NF4_LACKING = gl.constexpr(_pairs(_looked_up("h", _UPPER), "h", "0", "0x1404", "0x3424"))
+NF4_LACKING = gl.constexpr(_pairs(_looked_up("h", 4, _UPPER), "h", "0", "0x1404", "0x3424"))
 """Of keys: what is lacking of the numbers that the first one gives."""
 PAIRED = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 TURNED = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
@@ -106,8 +116,23 @@ def assembly_of(S, which):
     return {"e4m3": E4M3, "int8": INT8, "nf4": NF4}[S.code][which].value
 
 
+@triton.constexpr_function
+def held_word(number):
+    """A word of HELD."""
+    return HELD[number]
+
+
 @gluon.jit
-def numbers(half, ASSEMBLY: gl.constexpr, S: gl.constexpr):
+def held_words(nothing):
+    """The words of HELD in registers; ``nothing`` is zero, which the compiler must not know."""
+    words = ()
+    for n in gl.static_range(7):
+        words = words + (nothing ^ held_word(n),)
+    return words
+
+
+@gluon.jit
+def numbers(half, held, ASSEMBLY: gl.constexpr, S: gl.constexpr):
     """Halfwords of codes, two of them side by side -> S.parts tensors of fp16 numbers like them."""
     if S.parts == 2:
         a, b = gl.inline_asm_elementwise(
@@ -116,8 +141,9 @@ def numbers(half, ASSEMBLY: gl.constexpr, S: gl.constexpr):
         parts = a, b
     else:
         a, b, c, d = gl.inline_asm_elementwise(
-            ASSEMBLY, "=r,=r,=r,=r,r", [half], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True,
-            pack=2,
+            ASSEMBLY, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [half, held[0], held[1], held[2], held[3], held[4], held[5], held[6]],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
         )  # fmt: skip
         parts = a, b, c, d
     return parts
@@ -237,6 +263,8 @@ def attend_packed_kernel(
     begin = before + gl.minimum(split * each, tiles)
     end = gl.minimum(begin + each, before + tiles)
     table_at = table_ptr + request.to(gl.int64) * table_columns
+    # Positions have no sign where there is a tile.
+    held = held_words(position >> 31)
 
     line = token.to(gl.int64) * heads + group * size
     head = first_head + gl.arange(0, 8, layout=gl.SliceLayout(0, Q))
@@ -295,11 +323,11 @@ def attend_packed_kernel(
         for g in gl.static_range(key_fields):
             half = key_codes.index(buffer * SK.fields + g).load(A)
             products = gl.full([KEYS, 8], 0.0, gl.float32, M)
-            pairs = numbers(half, assembly_of(SK, 0), SK)
+            pairs = numbers(half, held, assembly_of(SK, 0), SK)
             for p in gl.static_range(key_parts):
                 products = mma_v2(pairs[p], q[g * SK.parts + p], products)
             if SK.twice:
-                lacking = numbers(half, NF4_LACKING, SK)
+                lacking = numbers(half, held, NF4_LACKING, SK)
                 for p in gl.static_range(key_parts):
                     products = mma_v2(lacking[p], q[g * SK.parts + p], products)
             of_keys = key_scales.index(buffer * SK.fields + g).load(ROWS)
@@ -328,7 +356,7 @@ def attend_packed_kernel(
             narrow = gl.inline_asm_elementwise(PAIRED, "=r,r,r", [scaled], dtype=gl.float16, is_pure=True, pack=2)
             weights = as_operand(narrow, B)
             half = codes.index(buffer * SV.fields + g).permute((1, 0)).load(A)
-            pairs = numbers(half, assembly_of(SV, 1), SV)
+            pairs = numbers(half, held, assembly_of(SV, 1), SV)
             for p in gl.static_range(parts):
                 more = more + (mma_v2(pairs[p], weights, out[g * SV.parts + p] * shrunk),)
         out = more
