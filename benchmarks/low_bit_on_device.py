@@ -35,8 +35,15 @@ FORMATS = (
 )
 """(keys, values if they have another, part of the time of torch's attention that it is to take at most)."""
 REQUESTS = 64
-APPENDS = (("bf16", None, 30), ("int4_ch32", "int4_g32", 30), ("int4_ch32", "int4_g32", 31))
-"""(keys, values, position): the token at position 31 closes a group of 32."""
+APPENDS = (
+    ("bf16", None, 30, 1),
+    ("int4_ch32", "int4_g32", 30, 1),
+    ("int4_ch32", "int4_g32", 0, 32),
+    ("int4_ch32", "int4_g32", 31, 1),
+)
+"""(keys, values, position, positions from there on): the token at position 31 closes a group of 32.
+
+Requests that do not keep step with each other are spread over all positions, so that two of 64 close one."""
 APPEND = 1.3
 """Part of the time of an append of bf16 that one of int4 is to take at most."""
 
@@ -69,7 +76,7 @@ def measure(device: str, repeats: int) -> list[dict[str, Any]]:
             rows.append(beside(made, peer, goal))
             print(said(rows[-1]), flush=True)
     first, *others = (
-        timed(lambda a=each: kv.append(device, a[0], REQUESTS, a[2], values=a[1]), 30) for each in APPENDS
+        timed(lambda a=each: kv.append(device, a[0], REQUESTS, a[2], values=a[1], spread=a[3]), 30) for each in APPENDS
     )
     rows += [first, *(beside(each, first, APPEND) for each in others)]
     print("\n".join(map(said, rows[-len(APPENDS) :])))

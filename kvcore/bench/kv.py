@@ -66,10 +66,10 @@ def attend(
     return Workload(f"classic attend {named}, {count} × {tokens // 1024} K{extra}", nbytes, calls, None, None)
 
 
-def append(device: str, format: str, count: int, start: int, *, values: str | None = None) -> Workload:
-    """One token of each of ``count`` requests, at position ``start``."""
+def append(device: str, format: str, count: int, start: int, *, values: str | None = None, spread: int = 1) -> Workload:
+    """One token of each of ``count`` requests, at position ``start``, or at ``spread`` of them from there on."""
     kv = KV(key_heads=KEY_HEADS, key_dim=DIM, key_format=format, value_format=values)
-    rows = [StepRequest(slot=n, start=start, new=1, blocks=[n], stored=0) for n in range(count)]
+    rows = [StepRequest(slot=n, start=start + n % spread, new=1, blocks=[n], stored=0) for n in range(count)]
     nbytes = 2 * 2 * 2 * count * KEY_HEADS * DIM
     setting = Setting(LayerSpec(kv=kv), rows, count, rotating(nbytes), device)
     fill(setting)
@@ -78,7 +78,8 @@ def append(device: str, format: str, count: int, start: int, *, values: str | No
         lambda n=n: setting.ops.append_kv(setting.pools, n, setting.index, k[n], v[n]) for n in range(setting.layers)
     ]
     named = f"{format} and {values}" if values else format
-    return Workload(f"append {named}, {count} tokens at position {start}", nbytes, calls, None, None)
+    at = f"position {start}" if spread == 1 else f"positions {start} to {start + spread - 1}"
+    return Workload(f"append {named}, {count} tokens at {at}", nbytes, calls, None, None)
 
 
 def dense_copy(device: str, name: str, count: int, tokens: int) -> Workload:

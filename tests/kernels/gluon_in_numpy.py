@@ -36,6 +36,8 @@ class Pointer:
 class Tensor(np.ndarray):
     """An array with the methods of Gluon's."""
 
+    type = SimpleNamespace(layout=None)
+
     def __array_wrap__(self, array, context=None, return_scalar=False):
         del context, return_scalar
         return array.view(Tensor)

@@ -1,6 +1,5 @@
 """Kernels of keys and values in formats over tokens, compiled for GPUs that are not there."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("triton")
@@ -8,12 +7,12 @@ pytest.importorskip("torch")
 
 from kvcore.kernels.triton import append_groups, attend_codes, attend_groups
 from kvcore.kernels.triton.groups import groups_fit, groups_recorded
-from kvcore.kernels.triton.launches.kv_groups import APPEND_WARPS, pieces_of
+from kvcore.kernels.triton.launches.kv_groups import APPEND_WARPS, CLOSE_WARPS, pieces_of
 from kvcore.kernels.triton.record import row_record
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from tests.kernels.test_words import halves, packed, registers
-from tests.support.ahead_of_time import ARCHITECTURES, check
+from tests.support.ahead_of_time import ARCHITECTURES, HOPPER, check
 
 SHARED_OF_CODES = 28 * 1024
 """Bytes of a program of one warp, so that eight are resident."""
@@ -40,7 +39,7 @@ def constants_of(keys, values, dims=(128, 128)):
 def test_attention_from_codes_compiles(keys, values, dims, arch, record):
     constants = constants_of(keys, values, dims)
     assert groups_fit(constants["K"], constants["V"])
-    constants |= {"LEFT": False, "GROUPS": 8, "DEPTH": attend_codes.STAGES}
+    constants |= {"LEFT": False, "GROUPS": 8, "DEPTH": attend_codes.STAGES[constants["K"].tokens]}
     case = f"{keys} and {values}, dim {dims[0]}"
     found = check(record, case, attend_codes.attend_codes_kernel, arch, constants, warps=1, shared=2 * SHARED_OF_CODES)
     if dims[0] <= 128:
@@ -54,28 +53,14 @@ def test_other_kernels_of_groups_compile(keys, values, arch, record):
     constants, case = constants_of(keys, values) | {"NATIVE": arch >= 89}, f"{keys} and {values}"
     more = {"LEFT": True, "GROUPS": 8, "HEADS": 16}
     check(record, case, attend_groups.attend_groups_kernel, arch, constants | more, shared=160 * 1024)
-    of_append = constants | {"REQUESTS": 64}
-    pieces = {"PIECES": min(map(pieces_of, (constants["K"], constants["V"])))}
-    check(record, case, append_groups.append_groups_kernel, arch, of_append | pieces, warps=APPEND_WARPS)
-    check(record, case, append_groups.close_groups_kernel, arch, of_append)
-
-
-def pair_of(first, second):
-    """Two bf16 numbers in a register."""
-    bits = np.array([first, second], np.float32).view(np.uint32)
-    return int(bits[0] >> 16 | bits[1])
+    of_append = {"PIECES": min(map(pieces_of, (constants["K"], constants["V"]))), "AHEAD": arch >= HOPPER}
+    check(record, case, append_groups.append_groups_kernel, arch, constants | of_append, warps=APPEND_WARPS)
+    check(record, case, append_groups.close_groups_kernel, arch, constants | {"REQUESTS": 64}, warps=CLOSE_WARPS)
 
 
 def test_codes_of_two_halfwords_are_taken_apart():
     first, second = (1, 0, 8, 7), (15, 14, 9, 6)
-    found = registers(attend_codes.KEYS.value, packed(first, 4) | packed(second, 4) << 16, first=4)
+    found = registers(attend_codes.CODES.value, packed(first, 4) | packed(second, 4) << 16, first=4)
     for n, codes in enumerate(zip(first, second, strict=True)):
-        assert halves(found[f"${n}"]).tolist() == list(codes)
-
-
-def test_values_are_offset_and_code_times_scale():
-    first, second = (3, 0, 15, 7), (1, 14, 9, 8)
-    scales, offsets = (pair_of(*pair) for pair in ((0.5, 2.0), (-4.0, 1.0)))
-    found = registers(attend_codes.VALUES.value, packed(first, 4) | packed(second, 4) << 16, scales, offsets, first=4)
-    for n, codes in enumerate(zip(first, second, strict=True)):
-        assert halves(found[f"${n}"]).tolist() == [codes[0] * 0.5 - 4, codes[1] * 2.0 + 1]
+        least = 2.0**-133 * (16 if n % 2 else 1)
+        assert halves(found[f"${n}"]).tolist() == [code * least for code in codes]

@@ -59,8 +59,22 @@ def append_groups(parts, ops, pools, layer, index, k, v):
     tokens, requests = len(index.positions), len(index.slots)
     most = 0 if one_token_programs(tokens, requests) else min(tokens, tokens // parts.ratio + requests)
     keys, values, tails = parts.pools(pools)
-    place = index.starts, index.lengths, index.slots, index.stored, index.block_table
-    launch.calls().append_groups_rows(k.contiguous(), v.contiguous(), *place, keys, values, tails, parts.numbers, most)
+    launch.calls().append_groups_rows(
+        k.contiguous(),
+        v.contiguous(),
+        index.positions,
+        index.request_index,
+        index.starts,
+        index.lengths,
+        index.slots,
+        index.stored,
+        index.block_table,
+        keys,
+        values,
+        tails,
+        parts.numbers,
+        most,
+    )
     if most:
         for part, given in zip(parts.raw, (k, v), strict=True):
             _append(part, pools, index, given)

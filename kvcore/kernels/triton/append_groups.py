@@ -1,14 +1,14 @@
 """Append to keys and values in formats over tokens: groups that a step completes are coded, the newest rows stay raw.
 
-Keys and values are written by one launch. Where steps are short a request's heads have a program each, which codes what
-closes and then writes the raw rows: these may replace rows that it has just read. Elsewhere every group has programs of
-its own, and the raw rows are written by a later launch.
+Keys and values are written by one launch. Where steps are short a token's heads have a program each, which writes the
+raw row, and codes the group that ends with it. Elsewhere every group has programs of its own, and the raw rows are
+written by a later launch.
 """
 
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.address import each_closing
+from kvcore.kernels.triton.address import begin, each_closing
 from kvcore.kernels.triton.codes import bf16_bits, bits_float, float_bits, load_float
 from kvcore.kernels.triton.groups import codes_at, scales_at
 from kvcore.kernels.triton.rows import element_offsets, within
@@ -33,14 +33,6 @@ def raw_bits(x, T: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def tail_pointers(slot, number, head, channel, tail_ptr, T: tl.constexpr):
-    """int16 pointers [n, channels] of raw rows of positions [n]."""
-    row = number % T.rows * T.heads + head
-    at = tail_ptr + element_offsets(slot, row, T.plain_unit, T.plain_base, T.plain_stride, 1)
-    return at.to(tl.pointer_type(tl.int16))[:, None] + channel[None, :]
-
-
-@triton.jit
 def quotient(x, by, inverse, NATIVE: tl.constexpr):
     """Quotients as division rounds them where that is in the middle between two integers, else to within a step.
 
@@ -56,63 +48,75 @@ def quotient(x, by, inverse, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def over_group(x, what: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
-    """The largest or smallest of each group of C channels, from strips' own: [tokens / 8, C] or [tokens, C / 8]."""
-    if P.over:
-        found = tl.max(x, axis=0) if what == "max" else tl.min(x, axis=0)
-    else:
-        x = tl.reshape(x, (P.tokens, C // P.width, P.width // 8))
-        found = tl.max(x, axis=2) if what == "max" else tl.min(x, axis=2)
-    return found
+def ordered(x):
+    """fp32 numbers as integers that lie in the numbers' order, NaN before or behind all; of those, the numbers."""
+    bits = float_bits(x)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def to_strips(x, P: tl.constexpr, C: tl.constexpr):
-    """Of each group -> of each of a strip's numbers."""
-    if P.over:
-        x = tl.broadcast_to(x[None, :], (P.tokens // 8, C))
-    else:
-        x = tl.broadcast_to(x[:, :, None], (P.tokens, C // P.width, P.width // 8))
-        x = tl.reshape(x, (P.tokens, C // 8))
+def to_numbers(x, SHARE: tl.constexpr):
+    """[n, groups] -> [n, groups · SHARE]: of each group to each of its numbers; [n] as it is where SHARE is 1."""
+    if SHARE > 1:
+        groups: tl.constexpr = x.shape[1]
+        x = tl.broadcast_to(x[:, :, None], (x.shape[0], groups, SHARE))
+        x = tl.reshape(x, (x.shape[0], groups * SHARE))
     return x
 
 
 @triton.jit
-def ranged(strips, P: tl.constexpr, C: tl.constexpr, NATIVE: tl.constexpr):
-    """Eight strips of bf16 numbers, side by side -> (words of their eight codes, bits of scales, bits of offsets).
+def ends_of_groups(low, high, SHARE: tl.constexpr):
+    """The least and the largest of each SHARE neighbours; where one is no number, one of both is none."""
+    if SHARE > 1:
+        n: tl.constexpr = low.shape[0]
+        groups: tl.constexpr = low.shape[1] // SHARE
+        least = tl.min(tl.reshape(ordered(low), (n, groups, SHARE)), axis=2)
+        most = tl.max(tl.reshape(ordered(high), (n, groups, SHARE)), axis=2)
+        low = bits_float(least ^ ((least >> 31) & 0x7FFFFFFF))
+        high = bits_float(most ^ ((most >> 31) & 0x7FFFFFFF))
+    return low, high
 
-    Strip i holds every eighth token (or channel) of a group from i on, so that a word is made of one number of each.
+
+@triton.jit
+def ranged(rows, COUNT: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, NATIVE: tl.constexpr):
+    """Rows of bf16 numbers as fp32 -> (words of the codes of eight rows each, bits of scales, bits of offsets).
+
+    A group is one number of each of the COUNT rows, or SHARE neighbours of each.
     """
-    low, high = strips[0], strips[0]
-    for i in tl.static_range(1, 8):
-        low = tl.minimum(low, strips[i], propagate_nan=tl.PropagateNan.ALL)
-        high = tl.maximum(high, strips[i], propagate_nan=tl.PropagateNan.ALL)
-    magnitude = tl.maximum(float_bits(low) & 0x7FFFFFFF, float_bits(high) & 0x7FFFFFFF)
-    largest = over_group(magnitude, "max", P, C)
+    low, high = rows[0], rows[0]
+    for i in tl.static_range(1, COUNT):
+        low = tl.minimum(low, rows[i], propagate_nan=tl.PropagateNan.ALL)
+        high = tl.maximum(high, rows[i], propagate_nan=tl.PropagateNan.ALL)
+    low, high = ends_of_groups(low, high, SHARE)
+    largest = tl.maximum(float_bits(low) & 0x7FFFFFFF, float_bits(high) & 0x7FFFFFFF)
     finite = largest < 0x7F800000
-    least = settled(over_group(low, "min", P, C), finite, P)
-    most = settled(over_group(high, "max", P, C), finite, P)
+    least, most = settled(low, finite, P), settled(high, finite, P)
     reach = tl.maximum(most - least, P.floor)
     fifteenth: tl.constexpr = 0.06666667014360428
     scale = bf16_bits(reach * fifteenth, NATIVE)
     step = bits_float(scale << 16)
-    first, last = to_strips(least, P, C), to_strips(most, P, C)
+    first, last = to_numbers(least, SHARE), to_numbers(most, SHARE)
     # Numbers beyond the limit are few, and those below the floor matter where all of a group are near to it.
     unusual = (finite & (bits_float(largest) > P.limit)) | (reach < P.floor * 1099511627776.0)
     if tl.max(tl.ravel(unusual.to(tl.int32)), axis=0) > 0:
         kept = ()
-        for i in tl.static_range(8):
-            x = tl.where(tl.abs(strips[i]) < P.floor, 0.0, strips[i])
+        for i in tl.static_range(COUNT):
+            x = tl.where(tl.abs(rows[i]) < P.floor, 0.0, rows[i])
             kept = kept + (tl.minimum(tl.maximum(x, first), last),)
-        strips = kept
-    step, inverse = to_strips(step, P, C), to_strips(1.0 / step, P, C)
-    word = tl.zeros(first.shape, tl.int32)
-    for i in tl.static_range(8):
-        ratio = quotient(strips[i] - first, step, inverse, NATIVE)
-        word |= (float_bits(ratio + 12582912.0) & 15) << 4 * i
-    word = tl.where(to_strips(finite, P, C), word, 0)
+        rows = kept
+    step, inverse = to_numbers(step, SHARE), to_numbers(1.0 / step, SHARE)
+    known = to_numbers(finite, SHARE)
+    words = ()
+    count: tl.constexpr = COUNT // 8
+    for some in tl.static_range(count):
+        word = tl.zeros(first.shape, tl.int32)
+        for i in tl.static_range(8):
+            ratio = quotient(rows[8 * some + i] - first, step, inverse, NATIVE)
+            # The code, and 0x4B400000 beside it: of eight of them 0x3F400000 stays in a word.
+            word += float_bits(ratio + 12582912.0) << 4 * i
+        words = words + (tl.where(known, word - 0x3F400000, 0),)
     # The smallest of bf16 numbers is one.
-    return word, tl.where(finite, scale, 0x7FC0), float_bits(least) >> 16
+    return words, tl.where(finite, scale, 0x7FC0), float_bits(least) >> 16
 
 
 @triton.jit
@@ -123,30 +127,38 @@ def settled(x, finite, P: tl.constexpr):
 
 
 @triton.jit
+def ring_at(slot, number, head, tail_ptr, T: tl.constexpr):
+    """int16 pointers to raw rows of positions."""
+    row = number % T.rows * T.heads + head
+    at = tail_ptr + element_offsets(slot, row, T.plain_unit, T.plain_base, T.plain_stride, 1)
+    return at.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
 def raw_values(
     number, channel, start, first, slot, head, values_ptr, tail_ptr, P: tl.constexpr, T: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Tokens' raw rows [n, channels] as fp32: from the ring before position ``start``, else from the step's rows."""
+    """Raw rows [n, c] of positions [n] as fp32.
+
+    They come from the ring before position ``start``, else from the step's rows, whose row ``first`` is of ``start``.
+    """
     own = number >= start
-    known = tl.zeros_like(number) + slot >= 0
+    held = (number < start) & (tl.zeros_like(number) + slot >= 0)
     token = ((first + number - start).to(tl.int64) * P.heads + head) * P.dim
-    row = number % T.rows * T.heads + head
-    ring = tail_ptr + element_offsets(tl.maximum(slot, 0), row, T.plain_unit, T.plain_base, T.plain_stride, 1)
-    ring = ring.to(tl.pointer_type(tl.int16))
-    if values_ptr.dtype.element_ty == tl.bfloat16:
-        # Such rows are what the ring would hold of them.
-        at = tl.where(own, values_ptr.to(tl.pointer_type(tl.int16)) + token, ring)
-        bits = tl.load(at[:, None] + channel[None, :], mask=(own | known)[:, None], other=0)
-        if NATIVE:
-            x = bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
-        else:
-            x = bits_float(bits.to(tl.int32) << 16)
+    ring = ring_at(tl.maximum(slot, 0), number, head, tail_ptr, T)
+    narrow: tl.constexpr = values_ptr.dtype.element_ty == tl.bfloat16
+    rows = values_ptr.to(tl.pointer_type(tl.int16)) if narrow else values_ptr
+    # Narrow rows are what the ring would hold of them.
+    if narrow and number.shape[0] == 1:
+        at = tl.where(own, rows + token, ring)
+        bits = tl.load(at[:, None] + channel[None, :], mask=(own | held)[:, None], other=0).to(tl.int32)
     else:
-        given = raw_bits(load_float(values_ptr + token[:, None] + channel[None, :], own[:, None]), T, NATIVE)
-        held = tl.load(ring[:, None] + channel[None, :], mask=(known & (number < start))[:, None], other=0)
-        x = bits_float(tl.where(own[:, None], given, held.to(tl.int32)) << 16)
-    return x
+        # Of a choice between pointers of several rows Triton does not see that their channels lie side by side.
+        bits = tl.load(ring[:, None] + channel[None, :], mask=held[:, None], other=0).to(tl.int32)
+        given = tl.load(rows + token[:, None] + channel[None, :], mask=own[:, None], other=0)
+        bits |= given.to(tl.int32) if narrow else raw_bits(given, T, NATIVE)
+    return bits_float(bits << 16)
 
 
 @triton.jit
@@ -174,87 +186,106 @@ def close_group(
     there = (group >= 0) & (column < table_columns) & ((group + 1) * P.tokens > stored)
     unit = tl.load(table_ptr + request.to(tl.int64) * table_columns + column, mask=there, other=-1)
     row = group % P.rows * P.heads + head
-    number = group * P.tokens + tl.arange(0, P.tokens)
+    number = group * P.tokens
+    tokens: tl.constexpr = P.tokens
+    words_of: tl.constexpr = P.tokens // 8
     # All loads are under way before the unit is known.
+    rows = ()
     if P.over and P.plain == "":
-        strips = ()
-        for i in tl.static_range(8):
-            every = group * P.tokens + i + 8 * tl.arange(0, P.tokens // 8)
-            strips = strips + (
-                raw_values(every, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),
-            )
+        # A thread has all tokens of its channels: nothing is exchanged.
+        for i in tl.static_range(tokens):
+            one = number + i + tl.arange(0, 1)
+            rows = rows + (raw_values(one, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
     else:
-        x = raw_values(number, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE)
+        every = number + tl.arange(0, P.tokens)
+        rows = rows + (raw_values(every, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
     if unit >= 0:
         target = codes_at(unit, row, codes_ptr, P)
+        least = tl.min(channel, axis=0)
+        token = tl.arange(0, P.tokens)[:, None]
         if P.plain != "":
-            place = tl.arange(0, P.tokens)[:, None] * P.dim + channel[None, :]
-            tl.store(target.to(tl.pointer_type(tl.int16)) + place, bf16_bits(x, NATIVE).to(tl.int16))
-        else:
-            least = tl.min(channel, axis=0)
-            if P.over:
-                at = channel[None, :] * (P.tokens // 8) + tl.arange(0, P.tokens // 8)[:, None]
-                of_group = channel
-            else:
-                strips = eighths(x)
-                groups: tl.constexpr = P.dim // P.width
-                token = tl.arange(0, P.tokens)[:, None]
-                at = token * (P.dim // 8) + least // 8 + tl.arange(0, C // 8)[None, :]
-                of_group = token * groups + least // P.width + tl.arange(0, C // P.width)[None, :]
-            word, scale, offset = ranged(strips, P, C, NATIVE)
+            place = token * P.dim + channel[None, :]
+            tl.store(target.to(tl.pointer_type(tl.int16)) + place, bf16_bits(rows[0], NATIVE).to(tl.int16))
+        elif P.over:
+            words, scale, offset = ranged(rows, P.tokens, 1, P, NATIVE)
+            at = target.to(tl.pointer_type(tl.int32)) + channel[None, :] * (P.tokens // 8)
+            for some in tl.static_range(words_of):
+                tl.store(at + some, words[some])
             scales, offsets = scales_at(unit, row, scales_ptr, offsets_ptr, P)
-            tl.store(target.to(tl.pointer_type(tl.int32)) + at, word)
+            tl.store(scales.to(tl.pointer_type(tl.int16)) + channel[None, :], scale.to(tl.int16))
+            tl.store(offsets.to(tl.pointer_type(tl.int16)) + channel[None, :], offset.to(tl.int16))
+        else:
+            words, scale, offset = ranged(eighths(rows[0]), 8, P.width // 8, P, NATIVE)
+            word = token * (P.dim // 8) + least // 8 + tl.arange(0, C // 8)[None, :]
+            tl.store(target.to(tl.pointer_type(tl.int32)) + word, words[0])
+            of_group = token * (P.dim // P.width) + least // P.width + tl.arange(0, C // P.width)[None, :]
+            scales, offsets = scales_at(unit, row, scales_ptr, offsets_ptr, P)
             tl.store(scales.to(tl.pointer_type(tl.int16)) + of_group, scale.to(tl.int16))
             tl.store(offsets.to(tl.pointer_type(tl.int16)) + of_group, offset.to(tl.int16))
 
 
 @triton.jit
 def append_part(
-    request, part, starts_ptr, lengths_ptr, slots_ptr, stored_ptr, requests, values_ptr, table_ptr, table_columns,
-    tail_ptr, codes_ptr, scales_ptr, offsets_ptr, P: tl.constexpr, T: tl.constexpr, REQUESTS: tl.constexpr,
+    token, part, positions_ptr, request_ptr, starts_ptr, lengths_ptr, slots_ptr, stored_ptr, values_ptr, table_ptr,
+    table_columns, tail_ptr, codes_ptr, scales_ptr, offsets_ptr, P: tl.constexpr, T: tl.constexpr,
     PIECES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of one head of one request: code what closes, then write the raw rows."""
-    start, length = tl.load(starts_ptr + request), tl.load(lengths_ptr + request)
-    slot, stored = tl.load(slots_ptr + request), tl.load(stored_ptr + request)
-    first = tokens_before(request, starts_ptr, lengths_ptr, requests, REQUESTS)
+    """Some channels of one head of a token: write its raw row, and code the group that ends with it.
+
+    Rows that replace those of a group that this step completes are written by who codes it, once it has read them.
+    """
     head = part // PIECES
     channel = part % PIECES * (P.dim // PIECES) + tl.arange(0, P.dim // PIECES)
-    for group in range(start // P.tokens, length // P.tokens):
-        close_group(
-            request, start * 0 + group, head, channel, first, start, slot, stored, values_ptr, table_ptr,
-            table_columns, tail_ptr, codes_ptr, scales_ptr, offsets_ptr, P, T, NATIVE,
-        )  # fmt: skip
-    # A raw row may replace one that other threads read of a group.
-    tl.debug_barrier()
-    for some in range(tl.maximum(start, length - T.rows), length, 8):
-        number = some + tl.arange(0, 8)
-        valid = (number < length) & (tl.zeros_like(number) + slot >= 0)
-        at = ((first + number - start).to(tl.int64) * P.heads + head)[:, None] * P.dim + channel[None, :]
-        x = load_float(values_ptr + at, valid[:, None])
-        pointers = tail_pointers(tl.maximum(slot, 0), number, head, channel, tail_ptr, T)
-        tl.store(pointers, raw_bits(x, T, NATIVE).to(tl.int16), mask=valid[:, None])
+    every = channel >= 0
+    request = tl.load(request_ptr + token)
+    position = tl.load(positions_ptr + token)
+    own = load_float(values_ptr + (token.to(tl.int64) * P.heads + head) * P.dim + channel, every)
+    if (request >= 0) & (position >= 0):
+        start, length = tl.load(starts_ptr + request), tl.load(lengths_ptr + request)
+        slot, stored = tl.load(slots_ptr + request), tl.load(stored_ptr + request)
+        oldest = start // P.tokens
+        closes = (oldest + 1) * P.tokens <= length
+        later = tl.where(closes, oldest * P.tokens + T.rows, length)
+        place = tl.zeros_like(channel) + position
+        kept = (tl.zeros_like(channel) + slot >= 0) & (place >= length - T.rows) & (place < later)
+        at = ring_at(tl.maximum(slot, 0), position, head, tail_ptr, T)
+        tl.store(at + channel, raw_bits(own, T, NATIVE).to(tl.int16), mask=kept)
+        if position % P.tokens == P.tokens - 1:
+            group = position // P.tokens
+            first = token - (position - start)
+            close_group(
+                request, group, head, channel, first, start, slot, stored, values_ptr, table_ptr, table_columns,
+                tail_ptr, codes_ptr, scales_ptr, offsets_ptr, P, T, NATIVE,
+            )  # fmt: skip
+            if (group == oldest) & (later < length):
+                tl.debug_barrier()
+                for number in range(tl.maximum(later, length - T.rows), length):
+                    row = ((first + number - start).to(tl.int64) * P.heads + head) * P.dim
+                    x = load_float(values_ptr + row + channel, every)
+                    at = ring_at(tl.maximum(slot, 0), start * 0 + number, head, tail_ptr, T)
+                    tl.store(at + channel, raw_bits(x, T, NATIVE).to(tl.int16), mask=tl.zeros_like(channel) + slot >= 0)
 
 
-@triton.jit(do_not_specialize=["requests", "table_columns"])
+@triton.jit(do_not_specialize=["table_columns"])
 def append_groups_kernel(
     k_ptr, v_ptr, key_codes_ptr, key_scales_ptr, key_plain_ptr, codes_ptr, scales_ptr, plain_ptr, key_tail_ptr,
-    tail_ptr, starts_ptr, lengths_ptr, slots_ptr, stored_ptr, table_ptr, requests, table_columns,
-    K: tl.constexpr, V: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, REQUESTS: tl.constexpr,
-    PIECES: tl.constexpr, NATIVE: tl.constexpr,
+    tail_ptr, positions_ptr, request_ptr, starts_ptr, lengths_ptr, slots_ptr, stored_ptr, table_ptr, table_columns,
+    K: tl.constexpr, V: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PIECES: tl.constexpr, AHEAD: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """K [tokens, key heads, dim] and v likewise of a short step: PIECES programs for a request and a head of either."""
-    request = tl.program_id(0)
+    """K [tokens, key heads, dim] and v likewise of a short step: PIECES programs for a token and a head of either."""
+    begin(AHEAD)
+    token = tl.program_id(0)
     part = tl.program_id(1)
     if part < K.heads * PIECES:
         append_part(
-            request, part, starts_ptr, lengths_ptr, slots_ptr, stored_ptr, requests, k_ptr, table_ptr, table_columns,
-            key_tail_ptr, key_codes_ptr, key_scales_ptr, key_plain_ptr, K, TK, REQUESTS, PIECES, NATIVE,
+            token, part, positions_ptr, request_ptr, starts_ptr, lengths_ptr, slots_ptr, stored_ptr, k_ptr, table_ptr,
+            table_columns, key_tail_ptr, key_codes_ptr, key_scales_ptr, key_plain_ptr, K, TK, PIECES, NATIVE,
         )  # fmt: skip
     else:
         append_part(
-            request, part - K.heads * PIECES, starts_ptr, lengths_ptr, slots_ptr, stored_ptr, requests, v_ptr,
-            table_ptr, table_columns, tail_ptr, codes_ptr, scales_ptr, plain_ptr, V, TV, REQUESTS, PIECES, NATIVE,
+            token, part - K.heads * PIECES, positions_ptr, request_ptr, starts_ptr, lengths_ptr, slots_ptr, stored_ptr,
+            v_ptr, table_ptr, table_columns, tail_ptr, codes_ptr, scales_ptr, plain_ptr, V, TV, PIECES, NATIVE,
         )  # fmt: skip
 
 

@@ -2,15 +2,16 @@
 
 A program is one warp and takes up to eight query heads of one token. Groups come to shared memory some iterations ahead
 of their use, and leave it in the registers that the tensor cores want: two numbers of 16 bits, of neighbouring channels
-of keys or neighbouring tokens of values, side by side, each of four codes. A code becomes a bf16 number by an exponent
-that is OR'ed to its four bits.
+of keys or neighbouring tokens of values, side by side, each of four codes. Keys, then channels of values, are the rows
+of the products, and heads the columns. Codes are the bits of subnormal bf16 numbers and take no arithmetic; what they
+are multiplied with is raised by as much.
 
 Keys' scales are multiplied into the queries once a group: a product of two bf16 numbers is the sum of two, which are
-rows 0 .. 7 and 8 .. 15 of the product, so logits are as exact as in fp32. Their offsets are one number a query and
-group, which the sums begin with. Values are offset + code · scale, rounded to bf16 as the weights are.
+multiplied one after the other, so logits are as exact as in fp32. Their offsets are one number a query and group.
+Values' scales are multiplied into the weights, and rounded to bf16 as these are; offsets have sums of their own.
 
 The tokens of a group are taken in the order in which four products have them: place p is token p mod n · 4 + p div n,
-where n is a quarter of the group. Channels of values likewise: output k of four has channels k, 4 + k, and so on.
+where n is a quarter of the group. Channels of a group of values likewise.
 """
 
 import triton
@@ -21,42 +22,45 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """By Triton's newer names or its older ones: from pointers to shared memory, and a program's threads together."""
-STAGES = 3
-"""Groups in shared memory: one in use, the others on their way."""
+STAGES = {32: 3, 64: 2}
+"""Groups of so many tokens in shared memory: one in use, the others on their way."""
 
-_CONSTANTS = "mov.b32 m, 0x3f803f80; mov.b32 z, 0xc300c300;\n"
-
-
-def _code(source: str, number: int, target: str) -> str:
-    """Assembly that takes code ``number`` of both halves of a register to a pair of bf16 numbers: 128 + code - 128."""
-    shifted = f"shr.u32 x, {source}, {4 * number};\n" if number else f"mov.b32 x, {source};\n"
-    return f"{shifted}lop3.b32 x, x, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 {target}, x, m, z;\n"
-
-
-KEYS = gl.constexpr("{ .reg .b32 x, m, z;\n" + _CONSTANTS + "".join(_code("$4", n, f"${n}") for n in range(4)) + "}")
-"""Two halfwords of four codes, side by side, to four pairs: code n of both."""
-VALUES = gl.constexpr(
-    "{ .reg .b32 x, y, m, z;\n"
-    + _CONSTANTS
-    + "".join(_code("$4", n, "y") + f"fma.rn.bf16x2 ${n}, y, $5, $6;\n" for n in range(4))
-    + "}"
+CODES = gl.constexpr(
+    "{ .reg .b32 x; and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;\n"
+    "shr.u32 x, $4, 8; and.b32 $2, x, 0x000f000f; and.b32 $3, x, 0x00f000f0; }"
 )
-"""The same times a pair of scales, and a pair of offsets more."""
+"""Two halfwords of four codes, side by side, to four pairs, code n of both, as bf16 numbers.
+
+The bits of a code are a subnormal number, 2^-133 times the code; those of codes 1 and 3 are sixteen times as much.
+"""
+RAISED = gl.constexpr(90)
+"""The power of two that the other operand is multiplied by, so that products are normal numbers: of queries beyond 2^21
+some may overflow."""
+UNIT = gl.constexpr(2.0**43)
+"""What a product of codes 0 and 2 is to be multiplied by."""
+LARGE = gl.constexpr(0x4780)
+"""The bits of 2^16: of scales from there on products would overflow."""
+LOWERED = gl.constexpr(120)
+"""The power of two that the other operand is divided by in a group with such a scale, and its codes multiplied by."""
 SCALED = gl.constexpr(
     "{ .reg .b32 y, z; mov.b32 z, 0x80008000;\n"
     "fma.rn.bf16x2 $0, $2, $3, z; xor.b32 y, $0, z; fma.rn.bf16x2 $1, $2, $3, y; }"
 )
 """The products of two pairs, and what these lack: both together are exact."""
 PAIRED = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+TURNED = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
+"""Of a warp's eight rows of eight numbers, two neighbours of a row a thread: two of a column instead."""
+TIMES = gl.constexpr("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }")
 SAME = gl.constexpr("mov.b32 $0, $1;")
 
 
 @triton.constexpr_function
-def rows_layout(columns):
-    """[8, columns] as a product's rows are: pairs of columns in a thread."""
+def rows_layout(rows, columns):
+    """[rows, columns] as a product's first operand is: pairs of columns in a thread, eight rows in a warp."""
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     more = [[0, 8 << n] for n in range((columns // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout([[0, 1], *more], lanes, [], [], [8, columns])
+    down = [[8 << n, 0] for n in range((rows // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 1], *more, *down], lanes, [], [], [rows, columns])
 
 
 @triton.constexpr_function
@@ -69,13 +73,12 @@ def operand_layout(depth, columns):
 
 
 @triton.constexpr_function
-def grouped_layout(depth, groups, width):
-    """The same of [depth, groups, width], whose last two are the columns."""
-    lanes = [[2, 0, 0], [4, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
-    more = [[8 << n, 0, 0] for n in range((depth // 8).bit_length() - 1)]
-    across = [[0, 0, 8 << n] for n in range((width // 8).bit_length() - 1)]
-    beside = [[0, 1 << n, 0] for n in range(groups.bit_length() - 1)]
-    return gl.DistributedLinearLayout([[1, 0, 0], *more, *across, *beside], lanes, [], [], [depth, groups, width])
+def scales_layout(tokens, groups):
+    """[tokens, groups]: pairs of tokens as a product's second operand has them, all groups in a thread."""
+    lanes = [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]]
+    more = [[8 << n, 0] for n in range((tokens // 8).bit_length() - 1)]
+    beside = [[0, 1 << n] for n in range(groups.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[1, 0], *beside, *more], lanes, [], [], [tokens, groups])
 
 
 @triton.constexpr_function
@@ -93,16 +96,58 @@ def copy_layout(columns):
     return gl.BlockedLayout([1, each], [32 // across, across], [1, 1], [1, 0])
 
 
-@gluon.jit
-def stacked(first, second):
-    """[r, n] and [r, n] -> [2 r, n], one below the other."""
-    return gl.permute(gl.join(first, second), (2, 0, 1)).reshape([2 * first.shape[0], first.shape[1]])
+@triton.constexpr_function
+def padded_layout(groups, columns):
+    """[rows, columns] as it is copied where only the first ``groups`` columns are."""
+    across = columns // min(8, groups)
+    return gl.BlockedLayout([1, min(8, groups)], [32 // across, across], [1, 1], [1, 0])
 
 
 @gluon.jit
-def twice(x, LAYOUT: gl.constexpr):
-    """[r] -> [2 r]: the same numbers again."""
-    return gl.convert_layout(gl.join(x, x).permute((1, 0)).reshape([2 * x.shape[0]]), LAYOUT)
+def piled(first, second, third, fourth):
+    """Four of [r, n] -> [4 r, n], one below the other."""
+    of_two = gl.join(gl.join(first, third), gl.join(second, fourth))
+    return gl.permute(of_two, (2, 3, 0, 1)).reshape([4 * first.shape[0], first.shape[1]])
+
+
+@gluon.jit
+def twice(x):
+    """[r, n] -> [2 r, n]: the same rows again."""
+    return gl.permute(gl.join(x, x), (2, 0, 1)).reshape([2 * x.shape[0], x.shape[1]])
+
+
+@gluon.jit
+def by_group(first, second, third, fourth, GROUPS: gl.constexpr):
+    """Four of [GROUPS · r, n] -> for every group [4 r, n], one below the other."""
+    r: gl.constexpr = first.shape[0] // GROUPS
+    n: gl.constexpr = first.shape[1]
+    of_two = gl.join(gl.join(first, third), gl.join(second, fourth)).reshape([GROUPS, r, n, 2, 2])
+    return of_groups(gl.permute(of_two, (3, 4, 1, 2, 0)).reshape([4 * r * n, GROUPS]), GROUPS)
+
+
+@gluon.jit
+def of_groups(x, GROUPS: gl.constexpr):
+    """[n, GROUPS] -> the columns [n], of a power of two."""
+    n: gl.constexpr = x.shape[0]
+    if GROUPS == 1:
+        parts = (x.reshape([n]),)
+    else:
+        even, odd = gl.split(x.reshape([n, GROUPS // 2, 2]))
+        evens, odds = of_groups(even, GROUPS // 2), of_groups(odd, GROUPS // 2)
+        parts = ()
+        half: gl.constexpr = GROUPS // 2
+        for g in gl.static_range(half):
+            parts = parts + (evens[g], odds[g])
+    return parts
+
+
+@gluon.jit
+def as_operand(weights, B: gl.constexpr):
+    """Pairs of weights [keys, heads] as a product has them -> as the next one takes them: neighbours are keys."""
+    keys: gl.constexpr = weights.shape[0]
+    turned = gl.inline_asm_elementwise(TURNED, "=r,r", [weights], dtype=weights.dtype, is_pure=True, pack=2)
+    turned = gl.permute(turned.reshape([keys // 8, 8, 8]), (0, 2, 1))
+    return gl.convert_layout(turned.reshape([keys, 8]), B)
 
 
 @gluon.jit
@@ -147,63 +192,146 @@ def copy_group(
     place = gl.arange(0, ratio, layout=gl.SliceLayout(1, E))
     token = place % quarter * 4 + place // quarter
     group = gl.arange(0, groups, layout=gl.SliceLayout(0, E))
-    which = token[:, None] * groups + group[None, :]
-    seen = (number * ratio + token >= earliest)[:, None]
     at = row_at(unit, row, scales_ptr, V.scales_unit, V.scales_base, V.scales_stride, gl.bfloat16)
-    copy(scales.index(buffer), at + which, mask=seen)
+    at = at + (token[:, None] * groups + group[None, :])
+    copy(scales.index(buffer), at, mask=(number * ratio + token >= earliest)[:, None])
+    lines: gl.constexpr = max(8, groups)
+    F: gl.constexpr = padded_layout(groups, lines)
+    place = gl.arange(0, ratio, layout=gl.SliceLayout(1, F))
+    token = place % quarter * 4 + place // quarter
+    group = gl.arange(0, lines, layout=gl.SliceLayout(0, F))
     at = row_at(unit, row, offsets_ptr, V.offsets_unit, V.offsets_base, V.offsets_stride, gl.bfloat16)
-    copy(offsets.index(buffer), at + which, mask=seen)
+    at = at + (token[:, None] * groups + group[None, :])
+    seen = (number * ratio + token >= earliest)[:, None] & (group < groups)[None, :]
+    copy(offsets.index(buffer), at, mask=seen)
 
 
 @gluon.jit
-def weigh(products, seen, scale, largest, total, L: gl.constexpr, M: gl.constexpr):
-    """Take products [16, n] into a running softmax: (largest, total, weights as first operand, what sums keep [16])."""
-    columns: gl.constexpr = products.shape[1]
-    logit = gl.convert_layout(gl.sum(products.reshape([2, 8, columns]), axis=0), L) * scale
-    logit = gl.where(seen[None, :], logit, float("-inf"))
-    above = gl.maximum(largest, gl.max(logit, axis=1))
+def weigh(logit, seen, largest, total):
+    """Take logits [n, 8] into a running softmax: (largest, total, weights, what sums keep)."""
+    logit = gl.where(seen[:, None], logit, float("-inf"))
+    above = gl.maximum(largest, gl.max(logit, axis=0))
     finite = gl.where(above == float("-inf"), 0.0, above)
-    weight = gl.exp2(logit - finite[:, None])
+    weight = gl.exp2(logit - finite[None, :])
     kept = gl.exp2(largest - finite)
-    total = total * kept + gl.sum(weight, axis=1)
-    narrow = gl.inline_asm_elementwise(PAIRED, "=r,r,r", [weight], dtype=gl.bfloat16, is_pure=True, pack=2)
-    operand = gl.convert_layout(stacked(narrow, narrow), gl.DotOperandLayout(0, M, 2))
-    return above, total, operand, twice(kept, gl.SliceLayout(1, M))[:, None]
+    return above, total * kept[None, :] + weight, weight, kept
+
+
+@gluon.jit
+def power(EXPONENT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A power of two as bf16 numbers, from their bits: of a small constant the compiler makes zero."""
+    bits: gl.constexpr = (127 + EXPONENT) * 128
+    return gl.full([ROWS, COLUMNS], bits, gl.int16, LAYOUT).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def multiplied(x, factor):
+    """bf16 numbers times others, in pairs."""
+    return gl.inline_asm_elementwise(TIMES, "=r,r,r", [x, factor], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def of_codes(half):
+    """Halfwords of four codes, two of them side by side -> four tensors of bf16 numbers like them."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        CODES, "=r,=r,=r,=r,r", [half], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True,
+        pack=2,
+    )  # fmt: skip
+    return a, b, c, d
+
+
+@gluon.jit
+def unpacked(half, LARGE_SCALE: gl.constexpr):
+    """``of_codes``, beside an operand that is LOWERED for a large scale."""
+    a, b, c, d = of_codes(half)
+    if LARGE_SCALE:
+        LAYOUT: gl.constexpr = half.type.layout
+        lift = power(LOWERED, half.shape[0], half.shape[1], LAYOUT)
+        a, b, c, d = multiplied(a, lift), multiplied(b, lift), multiplied(c, lift), multiplied(d, lift)
+    return a, b, c, d
+
+
+@gluon.jit
+def of_keys(codes, queries, scale, K: gl.constexpr, M: gl.constexpr, LARGE_SCALE: gl.constexpr):
+    """Products [tokens, 8] of a group's codes and of queries [dim, 8] times scales [dim]."""
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
+    high, low = gl.inline_asm_elementwise(
+        SCALED, "=r,=r,r,r", [queries, scale[:, None]], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+    )
+    half = codes.permute((1, 0)).load(rows_layout(K.tokens // 4, K.dim))
+    a, b, c, d = unpacked(half, LARGE_SCALE)
+    keys = gl.convert_layout(piled(a, b, c, d), A)
+    products = mma_v2(keys, gl.convert_layout(high, B), gl.full([K.tokens, 8], 0.0, gl.float32, M))
+    return mma_v2(keys, gl.convert_layout(low, B), products)
+
+
+@gluon.jit
+def of_values(
+    codes, scales, weights, out, kept, V: gl.constexpr, M: gl.constexpr, LARGE_SCALE: gl.constexpr
+):  # fmt: skip
+    """Outputs, times ``kept``, with a group's values but for their offsets, by groups of channels."""
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
+    W: gl.constexpr = operand_layout(V.tokens, 8)
+    groups: gl.constexpr = V.dim // V.width
+    lift: gl.constexpr = RAISED - LOWERED if LARGE_SCALE else RAISED
+    lifted = multiplied(weights, power(lift, V.tokens, 8, W))
+    each_scale = of_groups(scales.load(scales_layout(V.tokens, groups)), groups)
+    a, b, c, d = unpacked(codes.permute((1, 0)).load(rows_layout(V.dim // 4, V.tokens)), LARGE_SCALE)
+    values = by_group(a, b, c, d, groups)
+    more = ()
+    for g in gl.static_range(groups):
+        scaled = multiplied(lifted, gl.convert_layout(each_scale[g], gl.SliceLayout(1, W))[:, None])
+        some = gl.convert_layout(values[g].reshape([V.width, V.tokens]), A)
+        more = more + (mma_v2(some, gl.convert_layout(scaled, B), out[g] * kept[None, :]),)
+    return more
+
+
+@gluon.jit
+def units(PLACES: gl.constexpr, LAYOUT: gl.constexpr):
+    """What products of PLACES rows, a quarter of them of each code, are to be multiplied by."""
+    part = gl.arange(0, PLACES, layout=LAYOUT) // (PLACES // 4)
+    return gl.where(part % 2 == 0, UNIT, UNIT / 16)
 
 
 @gluon.jit
 def take_tail(
-    slot, first, earliest, position, heads, tails, q, scale, largest, total, out0, out1, out2, out3,
+    slot, first, earliest, position, heads, tails, q, scale, largest, total, out, offset_sums,
     K: gl.constexpr, V: gl.constexpr, TK: gl.constexpr, TV: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
-    """Take the raw rows from position ``first`` on into the running softmax: (largest, total, four outputs)."""
+    """Take the raw rows from position ``first`` on into the running softmax: (largest, total, outputs, offsets)."""
     key_head, value_head = heads
     key_tail_ptr, tail_ptr = tails
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
-    L: gl.constexpr = rows_layout(K.tokens)
-    R: gl.constexpr = operand_layout(K.dim, K.tokens)
-    W: gl.constexpr = operand_layout(K.tokens, V.dim // 4)
-    channel = gl.arange(0, K.dim, layout=gl.SliceLayout(1, R))
-    number = first + gl.arange(0, K.tokens, layout=gl.SliceLayout(0, R))
+    R: gl.constexpr = rows_layout(K.tokens, K.dim)
+    W: gl.constexpr = rows_layout(V.width, K.tokens)
+    groups: gl.constexpr = V.dim // V.width
+    quarter: gl.constexpr = V.width // 4
+    channel = gl.arange(0, K.dim, layout=gl.SliceLayout(0, R))
+    number = first + gl.arange(0, K.tokens, layout=gl.SliceLayout(1, R))
     met = (number <= position) & (number >= earliest)
     row = number % TK.rows * TK.heads + key_head
     keys_at = row_at(slot, row, key_tail_ptr, TK.plain_unit, TK.plain_base, TK.plain_stride, gl.bfloat16)
-    k = gl.load(keys_at[None, :] + channel[:, None], mask=met[None, :], other=0.0)
-    products = mma_v2(q, gl.convert_layout(k, B), gl.full([16, K.tokens], 0.0, gl.float32, M))
-    place = first + gl.arange(0, K.tokens, layout=gl.SliceLayout(0, L))
+    k = gl.load(keys_at[:, None] + channel[None, :], mask=met[:, None], other=0.0)
+    products = mma_v2(gl.convert_layout(k, A), q, gl.full([K.tokens, 8], 0.0, gl.float32, M))
+    place = first + gl.arange(0, K.tokens, layout=gl.SliceLayout(1, M))
     seen = (place <= position) & (place >= earliest)
-    largest, total, weights, kept = weigh(products, seen, scale, largest, total, L, M)
-    token = first + gl.arange(0, K.tokens, layout=gl.SliceLayout(1, W))
-    fourth = 4 * gl.arange(0, V.dim // 4, layout=gl.SliceLayout(0, W))
-    taken = ((token <= position) & (token >= earliest))[:, None]
+    largest, total, weight, kept = weigh(products * scale, seen, largest, total)
+    narrow = gl.inline_asm_elementwise(PAIRED, "=r,r,r", [weight], dtype=gl.bfloat16, is_pure=True, pack=2)
+    weights = as_operand(narrow, B)
+    token = first + gl.arange(0, K.tokens, layout=gl.SliceLayout(0, W))
+    line = gl.arange(0, V.width, layout=gl.SliceLayout(1, W))
+    taken = ((token <= position) & (token >= earliest))[None, :]
     row_of = token % TV.rows * TV.heads + value_head
     values_at = row_at(slot, row_of, tail_ptr, TV.plain_unit, TV.plain_base, TV.plain_stride, gl.bfloat16)
-    at = values_at[:, None] + fourth[None, :]
-    out0 = mma_v2(weights, gl.convert_layout(gl.load(at, mask=taken, other=0.0), B), out0 * kept)
-    out1 = mma_v2(weights, gl.convert_layout(gl.load(at + 1, mask=taken, other=0.0), B), out1 * kept)
-    out2 = mma_v2(weights, gl.convert_layout(gl.load(at + 2, mask=taken, other=0.0), B), out2 * kept)
-    out3 = mma_v2(weights, gl.convert_layout(gl.load(at + 3, mask=taken, other=0.0), B), out3 * kept)
-    return largest, total, out0, out1, out2, out3
+    at = values_at[None, :] + (line % quarter * 4 + line // quarter)[:, None]
+    more = ()
+    for g in gl.static_range(groups):
+        v = gl.convert_layout(gl.load(at + g * V.width, mask=taken, other=0.0), A)
+        more = more + (mma_v2(v, weights, out[g] * kept[None, :]),)
+    return largest, total, more, offset_sums * kept[None, :]
 
 
 @gluon.jit(do_not_specialize=["heads", "window", "chunk", "sunk", "table_columns", "splits"])
@@ -219,14 +347,17 @@ def attend_codes_kernel(
     quarter: gl.constexpr = ratio // 4
     halves: gl.constexpr = V.dim // 4
     groups: gl.constexpr = V.dim // V.width
+    lines: gl.constexpr = max(8, groups)
     M: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
-    Q: gl.constexpr = rows_layout(K.dim)
-    L: gl.constexpr = rows_layout(ratio)
-    S: gl.constexpr = operand_layout(K.dim, quarter)
-    G: gl.constexpr = grouped_layout(ratio, groups, V.width // 4)
+    Q: gl.constexpr = operand_layout(K.dim, 8)
+    W: gl.constexpr = operand_layout(ratio, 8)
+    R: gl.constexpr = rows_layout(16, K.dim)
+    ROWS: gl.constexpr = gl.SliceLayout(1, M)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
 
     program = gl.program_id(0)
     size = heads // GROUPS
@@ -252,27 +383,33 @@ def attend_codes_kernel(
     end = gl.minimum(begin + each, closed)
     table_at = table_ptr + request.to(gl.int64) * table_columns
 
-    row = first_head + gl.arange(0, 8, layout=gl.SliceLayout(1, Q))
-    channel = gl.arange(0, K.dim, layout=gl.SliceLayout(0, Q))
+    head = first_head + gl.arange(0, 8, layout=gl.SliceLayout(0, Q))
+    channel = gl.arange(0, K.dim, layout=gl.SliceLayout(1, Q))
     line = token.to(gl.int64) * heads + group * size
-    q = gl.load(q_ptr + (line + row)[:, None] * K.dim + channel[None, :], mask=(row < size)[:, None], other=0.0)
-    raw_q = gl.convert_layout(stacked(q, gl.full([8, K.dim], 0.0, gl.bfloat16, Q)), A)
+    q = gl.load(q_ptr + (line + head)[None, :] * K.dim + channel[:, None], mask=(head < size)[None, :], other=0.0)
+    raw_q = gl.convert_layout(q, B)
+    raised = multiplied(q, power(RAISED, K.dim, 8, Q))
     key_codes = gl.allocate_shared_memory(gl.int16, [DEPTH, K.dim, quarter], shared_layout(quarter))
     key_scales = gl.allocate_shared_memory(gl.bfloat16, [DEPTH, K.dim], PLAIN)
     key_offsets = gl.allocate_shared_memory(gl.bfloat16, [DEPTH, K.dim], PLAIN)
     codes = gl.allocate_shared_memory(gl.int16, [DEPTH, ratio, halves], shared_layout(halves))
-    scales = gl.allocate_shared_memory(gl.bfloat16, [DEPTH, ratio, groups], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
-    offsets = gl.allocate_shared_memory(gl.bfloat16, [DEPTH, ratio, groups], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+    scales = gl.allocate_shared_memory(gl.bfloat16, [DEPTH, ratio, groups], FLAT)
+    offsets = gl.allocate_shared_memory(gl.bfloat16, [DEPTH, ratio, lines], FLAT)
     pools = key_codes_ptr, key_scales_ptr, key_plain_ptr, codes_ptr, scales_ptr, plain_ptr
     room = key_codes, key_scales, key_offsets, codes, scales, offsets
     both = key_head, value_head
 
-    largest = gl.full([8], float("-inf"), gl.float32, gl.SliceLayout(1, L))
-    total = gl.full([8], 0.0, gl.float32, gl.SliceLayout(1, L))
-    out0 = gl.full([16, halves], 0.0, gl.float32, M)
-    out1, out2, out3 = out0, out0, out0
-    place = gl.arange(0, ratio, layout=gl.SliceLayout(0, L))
+    largest = gl.full([8], float("-inf"), gl.float32, COLUMNS)
+    total = gl.full([ratio, 8], 0.0, gl.float32, M)
+    offset_sums = gl.full([16, 8], 0.0, gl.float32, M)
+    out = ()
+    for _ in gl.static_range(groups):
+        out = out + (gl.full([V.width, 8], 0.0, gl.float32, M),)
+    place = gl.arange(0, ratio, layout=ROWS)
     member = place % quarter * 4 + place // quarter
+    unit_of = (units(ratio, ROWS) * scale)[:, None]
+    SPREAD: gl.constexpr = gl.BlockedLayout([K.dim // 32], [32], [1], [0])
+    ACROSS: gl.constexpr = gl.BlockedLayout([1, groups], [32, 1], [1, 1], [1, 0])
     for ahead in gl.static_range(DEPTH - 1):
         some_number = begin + ahead
         some_unit = gl.load(table_at + some_number // K.rows, mask=some_number < end, other=0)
@@ -294,81 +431,74 @@ def attend_codes_kernel(
         async_copy.commit_group()
         unit = next_unit
 
-        scale_of = key_scales.index(buffer).load(gl.SliceLayout(0, Q))
-        high, low = gl.inline_asm_elementwise(
-            SCALED, "=r,=r,r,r", [q, scale_of[None, :]], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
-        )
-        turned = gl.convert_layout(stacked(high, low), A)
-        offset = key_offsets.index(buffer).load(gl.SliceLayout(1, S))
+        scale_of = key_scales.index(buffer).load(gl.SliceLayout(1, Q))
+        offset = key_offsets.index(buffer).load(gl.SliceLayout(0, R))
         spread = gl.inline_asm_elementwise(
-            SAME, "=r,r,r", [offset[:, None], gl.full([K.dim, quarter], 0, gl.int16, S)],
+            SAME, "=r,r,r", [offset[None, :], gl.full([16, K.dim], 0, gl.int16, R)],
             dtype=gl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-        start = mma_v2(raw_q, gl.convert_layout(spread, B), gl.full([16, quarter], 0.0, gl.float32, M))
-        k0, k1, k2, k3 = gl.inline_asm_elementwise(
-            KEYS, "=r,=r,=r,=r,r", [key_codes.index(buffer).load(B)],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-        first_two = gl.join(mma_v2(turned, k0, start), mma_v2(turned, k2, start))
-        last_two = gl.join(mma_v2(turned, k1, start), mma_v2(turned, k3, start))
-        products = gl.permute(gl.join(first_two, last_two), (0, 2, 3, 1)).reshape([16, ratio])
-        seen = number * ratio + member >= earliest
-        largest, total, weights, kept = weigh(products, seen, scale, largest, total, L, M)
-        pairs = gl.convert_layout(codes.index(buffer).load(B).reshape([ratio, groups, V.width // 4]), G)
-        scale_of = scales.index(buffer).load(gl.SliceLayout(2, G))
-        offset = offsets.index(buffer).load(gl.SliceLayout(2, G))
-        v0, v1, v2, v3 = gl.inline_asm_elementwise(
-            VALUES, "=r,=r,=r,=r,r,r,r", [pairs, scale_of[:, :, None], offset[:, :, None]],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-        out0 = mma_v2(weights, gl.convert_layout(v0.reshape([ratio, halves]), B), out0 * kept)
-        out1 = mma_v2(weights, gl.convert_layout(v1.reshape([ratio, halves]), B), out1 * kept)
-        out2 = mma_v2(weights, gl.convert_layout(v2.reshape([ratio, halves]), B), out2 * kept)
-        out3 = mma_v2(weights, gl.convert_layout(v3.reshape([ratio, halves]), B), out3 * kept)
+        start = mma_v2(gl.convert_layout(spread, A), raw_q, gl.full([16, 8], 0.0, gl.float32, M)) * scale
+        starts = twice(start)
+        if ratio == 64:
+            starts = twice(starts)
+        bits = key_scales.index(buffer).load(SPREAD).to(gl.int16, bitcast=True).to(gl.int32)
+        if gl.max(bits, axis=0) >= LARGE:
+            lowered = multiplied(raised, power(-LOWERED, K.dim, 8, Q))
+            products = of_keys(key_codes.index(buffer), lowered, scale_of, K, M, True)
+        else:
+            products = of_keys(key_codes.index(buffer), raised, scale_of, K, M, False)
+        logit = products * unit_of + gl.convert_layout(starts, M)
+        largest, total, weight, kept = weigh(logit, number * ratio + member >= earliest, largest, total)
+
+        narrow = gl.inline_asm_elementwise(PAIRED, "=r,r,r", [weight], dtype=gl.bfloat16, is_pure=True, pack=2)
+        weights = as_operand(narrow, W)
+        offset = offsets.index(buffer).permute((1, 0)).load(rows_layout(lines, ratio))
+        if lines == 8:
+            offset = twice(offset)
+        offset_sums = mma_v2(gl.convert_layout(offset, A), gl.convert_layout(weights, B), offset_sums * kept[None, :])
+        bits = scales.index(buffer).load(ACROSS).to(gl.int16, bitcast=True).to(gl.int32)
+        if gl.max(gl.max(bits, axis=1), axis=0) >= LARGE:
+            out = of_values(codes.index(buffer), scales.index(buffer), weights, out, kept, V, M, True)
+        else:
+            out = of_values(codes.index(buffer), scales.index(buffer), weights, out, kept, V, M, False)
         buffer = gl.where(buffer == DEPTH - 1, 0, buffer + 1)
     async_copy.wait_group(0)
+    plain = ()
+    for g in gl.static_range(groups):
+        plain = plain + (out[g] * units(V.width, ROWS)[:, None],)
+    out = plain
 
     if split == splits - 1:
         slot = gl.maximum(gl.load(slots_ptr + request), 0)
         tails = key_tail_ptr, tail_ptr
-        largest, total, out0, out1, out2, out3 = take_tail(
-            slot, closed * ratio, earliest, position, both, tails, raw_q, scale, largest, total, out0, out1, out2, out3,
+        largest, total, out, offset_sums = take_tail(
+            slot, closed * ratio, earliest, position, both, tails, raw_q, scale, largest, total, out, offset_sums,
             K, V, TK, TV, M,
         )  # fmt: skip
 
-    some = 1.0 / gl.where(total == 0.0, 1.0, total)
-    lse = largest + gl.log2(gl.where(total == 0.0, 1.0, total))
-    heads_of = first_head + gl.arange(0, 8, layout=gl.SliceLayout(1, L))
+    sums = gl.sum(total, axis=0)
+    some = 1.0 / gl.where(sums == 0.0, 1.0, sums)
+    lse = largest + gl.log2(gl.where(sums == 0.0, 1.0, sums))
+    heads_of = first_head + gl.arange(0, 8, layout=COLUMNS)
     inside = heads_of < size
-    rows_of = gl.arange(0, 16, layout=gl.SliceLayout(1, M))
-    keep = (rows_of < 8) & (first_head + rows_of < size)
-    fourth = 4 * gl.arange(0, halves, layout=gl.SliceLayout(0, M))
+    at_line = line
     if splits > 1:
-        part_line = (token.to(gl.int64) * splits + split) * heads + group * size
-        gl.store(partial_lse_ptr + part_line + heads_of, lse, mask=inside)
-        partial_at = partial_ptr + (part_line + first_head + rows_of)[:, None] * V.dim + fourth[None, :]
-        store_quarters(partial_at, out0, out1, out2, out3, some, total, keep, M)
+        at_line = (token.to(gl.int64) * splits + split) * heads + group * size
+        gl.store(partial_lse_ptr + at_line + heads_of, lse, mask=inside)
     else:
         gl.store(lse_ptr + line + heads_of, lse * 0.6931471805599453, mask=inside)
         if sunk:
             sink = gl.load(sink_ptr + group * size + heads_of, mask=inside, other=float("-inf")).to(gl.float32)
             some = some / (1.0 + gl.exp2(sink * 1.4426950408889634 - lse))
-        at = out_ptr + (line + first_head + rows_of)[:, None] * V.dim + fourth[None, :]
-        store_quarters(at, out0, out1, out2, out3, some, total, keep, M)
-
-
-@gluon.jit
-def store_quarters(at, out0, out1, out2, out3, some, total, keep, M: gl.constexpr):
-    """Store every fourth channel, from each of four on, of the rows that are kept, times ``some``."""
-    factor = twice(gl.where(total == 0.0, 0.0, some), gl.SliceLayout(1, M))[:, None]
-    nothing = twice(total, gl.SliceLayout(1, M))[:, None] == 0.0
-    store_quarter(at, gl.where(nothing, 0.0, out0 * factor), keep)
-    store_quarter(at + 1, gl.where(nothing, 0.0, out1 * factor), keep)
-    store_quarter(at + 2, gl.where(nothing, 0.0, out2 * factor), keep)
-    store_quarter(at + 3, gl.where(nothing, 0.0, out3 * factor), keep)
-
-
-@gluon.jit
-def store_quarter(at, x, keep):
-    """Store numbers at pointers where rows are kept."""
-    gl.store(at, x.to(at.dtype.element_ty), mask=keep[:, None])
+    number_of = gl.arange(0, 16, layout=ROWS)
+    row_of = gl.arange(0, V.width, layout=ROWS)
+    fourth: gl.constexpr = V.width // 4
+    at = (at_line + heads_of)[None, :] * V.dim + (row_of % fourth * 4 + row_of // fourth)[:, None]
+    nothing = (sums == 0.0)[None, :]
+    for g in gl.static_range(groups):
+        of_group = gl.sum(gl.where((number_of == g)[:, None], offset_sums, 0.0), axis=0)
+        x = gl.where(nothing, 0.0, (out[g] + of_group[None, :]) * some[None, :])
+        if splits > 1:
+            gl.store(partial_ptr + at + g * V.width, x, mask=inside[None, :])
+        else:
+            gl.store(out_ptr + at + g * V.width, x.to(out_ptr.dtype.element_ty), mask=inside[None, :])

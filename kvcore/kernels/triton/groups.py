@@ -86,7 +86,7 @@ def groups_recorded(region: Region) -> tuple[GroupsRecord, tuple[str, str, str]]
 def groups_fit(keys: GroupsRecord, values: GroupsRecord) -> bool:
     """True where ``attend_codes`` covers them: int4, keys over tokens, values over channels, on 16-byte boundaries."""
     coded = keys.over and not keys.plain and not values.over and not values.plain
-    if not coded or keys.tokens not in (32, 64) or keys.dim < 64 or values.dim < 2 * values.width:
+    if not coded or keys.tokens not in (32, 64) or keys.dim < 64 or not 2 <= values.dim // values.width <= 16:
         return False
     numbers = [*keys[PLACES_FROM:], *values[PLACES_FROM:]]
     return GLUON and not any(number % 16 for number in numbers)

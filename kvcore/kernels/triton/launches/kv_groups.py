@@ -19,8 +19,10 @@ RESIDENT = 8
 START = 4
 """What a program costs before and after its groups, in groups."""
 MOST_SPLITS = 128
-PIECE, APPEND_WARPS = 64, 1
-"""Channels of a program that appends, and its warps: a group's smallest and largest are found within one."""
+PIECE, APPEND_WARPS = 128, 4
+"""Channels of a program that appends, and its warps: many, since the few programs that code a group are waited for."""
+CLOSE_WARPS = 2
+"""Of a program that codes a group of a long step."""
 
 
 def _outputs(to: Framework, q: Array, records: list[int]) -> tuple[Array, Array]:
@@ -98,7 +100,7 @@ def _attend(
     if fast:
         codes = import_module("kvcore.kernels.triton.attend_codes")
         return programs, Kernel(
-            codes.attend_codes_kernel, constants | {"DEPTH": codes.STAGES}, 1, writes=writes, fused=True
+            codes.attend_codes_kernel, constants | {"DEPTH": codes.STAGES[k.tokens]}, 1, writes=writes, fused=True
         )
     constants |= {"HEADS": some, "NATIVE": native}
     return programs, Kernel(attend_groups.attend_groups_kernel, constants, 4, writes=writes, fused=True)
@@ -106,8 +108,9 @@ def _attend(
 
 @launch("keys", "values", "tails")
 def append_groups_rows(
-    to: Framework, k: Array, v: Array, starts: Array, lengths: Array, slots: Array, stored: Array, block_table: Array,
-    keys: list[Array], values: list[Array], tails: list[Array], records: list[int], most: int,
+    to: Framework, k: Array, v: Array, positions: Array, request_index: Array, starts: Array, lengths: Array,
+    slots: Array, stored: Array, block_table: Array, keys: list[Array], values: list[Array], tails: list[Array],
+    records: list[int], most: int,
 ) -> None:  # fmt: skip
     """Code the groups that the step's rows complete; of a short step write the raw rows, too.
 
@@ -116,20 +119,22 @@ def append_groups_rows(
         keys, values, tails, records: as in ``attend_groups_rows``.
         most: groups that may close in a long step, in programs of their own; 0 for a short one.
     """
-    requests = starts.shape[0]
-    if not requests or not k.shape[0]:
+    requests, tokens = starts.shape[0], k.shape[0]
+    if not requests or not tokens:
         return
-    some = 64 if requests <= 64 else 256
     keys_of, values_of = GROUPS[records[0]], GROUPS[records[1]]
-    pieces = 1 if most else min(pieces_of(keys_of.record), pieces_of(values_of.record))
-    to.run(
-        _append(*records, some, pieces, most == 0, to.native(k)),
-        (most or requests, (keys_of.record.heads + values_of.record.heads) * pieces),
-        (
-            k, v, *keys_of.given(keys), *values_of.given(values), *tails, starts, lengths, slots, stored, block_table,
-        ),
-        (requests, block_table.shape[1]),
-    )  # fmt: skip
+    heads, native = keys_of.record.heads + values_of.record.heads, to.native(k)
+    arrays = k, v, *keys_of.given(keys), *values_of.given(values), *tails
+    place = starts, lengths, slots, stored, block_table
+    if most:
+        kernel = _close(*records, 64 if requests <= 64 else 256, native)
+        to.run(kernel, (most, heads), (*arrays, *place), (requests, block_table.shape[1]))
+        return
+    pieces = min(pieces_of(keys_of.record), pieces_of(values_of.record))
+    programs = tokens * heads * pieces
+    kernel = _append(*records, pieces, programs <= to.ahead(k), native)
+    given = *arrays, positions, request_index, *place
+    to.run(kernel, (tokens, heads * pieces), given, (block_table.shape[1],))
 
 
 @cache
@@ -139,16 +144,23 @@ def pieces_of(record: GroupsRecord) -> int:
 
 
 @cache
-def _append(
-    keys: int, values: int, key_tail: int, tail: int, requests: int, pieces: int, short: bool, native: bool
-) -> Kernel:
-    k, v = GROUPS[keys].record, GROUPS[values].record
-    constants = {
-        "K": k, "V": v, "TK": bound_record(key_tail), "TV": bound_record(tail), "REQUESTS": requests, "NATIVE": native,
+def _append(keys: int, values: int, key_tail: int, tail: int, pieces: int, ahead: bool, native: bool) -> Kernel:
+    constants = _parts(keys, values, key_tail, tail) | {"PIECES": pieces, "NATIVE": native}
+    writes = *CODED, "key_tail", "tail"
+    return Kernel(append_groups.append_groups_kernel, constants, APPEND_WARPS, writes=writes, ahead=ahead)
+
+
+@cache
+def _close(keys: int, values: int, key_tail: int, tail: int, requests: int, native: bool) -> Kernel:
+    constants = _parts(keys, values, key_tail, tail) | {"REQUESTS": requests, "NATIVE": native}
+    return Kernel(append_groups.close_groups_kernel, constants, CLOSE_WARPS, writes=CODED)
+
+
+def _parts(keys: int, values: int, key_tail: int, tail: int) -> dict[str, Any]:
+    return {
+        "K": GROUPS[keys].record, "V": GROUPS[values].record, "TK": bound_record(key_tail), "TV": bound_record(tail),
     }  # fmt: skip
-    writes = "key_codes", "key_scales", "key_plain", "codes", "scales", "plain"
-    if short:
-        constants["PIECES"] = pieces
-        writes = *writes, "key_tail", "tail"
-        return Kernel(append_groups.append_groups_kernel, constants, APPEND_WARPS, writes=writes)
-    return Kernel(append_groups.close_groups_kernel, constants, 4, writes=writes)
+
+
+CODED = "key_codes", "key_scales", "key_plain", "codes", "scales", "plain"
+"""What kernels call the buffers of both parts' groups."""
