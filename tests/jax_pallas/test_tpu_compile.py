@@ -17,7 +17,7 @@ from tests.jax_pallas.tpu_cases import KERNELS, STEPS
 from tests.support.samples import fewest
 
 RECORDS = [Path(__file__).parents[2] / "records" / f"compile_tpu{more}.json" for more in ("", "_coded", "_appends")]
-"""The second is of what came since: formats in codes of four and eight bits, and whole layers; the third of appends."""
+"""The second is of what came or changed since: codes of four and eight bits, whole layers; the third of appends."""
 CHIPS = ("v6e", "v5e", "v5p", "v7x")
 """Each compiles one case of each verb at least, the first a whole step."""
 
