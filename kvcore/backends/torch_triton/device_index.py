@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcore.backends.torch_triton import run_triton
 from kvcore.ops import StepIndex
 from kvcore.step import (
     TABLE,
@@ -157,6 +156,9 @@ class _Buffer:
         self._device = torch.zeros(self._size + room, dtype=torch.int32, device=device)
         self._host = [self._device]
         if self._cuda:
+            from kvcore.backends.torch_triton import run_triton  # Triton comes with torch for CUDA alone
+
+            self._stream_of = run_triton.current_stream
             self._host = [torch.zeros(self._size + room, dtype=torch.int32, pin_memory=True) for _ in range(2 * HALF)]
         self._narrow = narrow
         self._flat = [buffer.numpy()[: self._size] for buffer in self._host]
@@ -272,7 +274,7 @@ class _Buffer:
 
     def _copy(self, turn: int, end: int, start: int = 0) -> None:
         if self._cuda:
-            stream = run_triton.current_stream(self._device.device.index)
+            stream = self._stream_of(self._device.device.index)
             if stream != self._stream[0]:
                 self._go_on(stream)
             to, of = self._numbers[turn]
