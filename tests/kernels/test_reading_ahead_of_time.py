@@ -301,7 +301,7 @@ def test_best_on_hopper_compiles(rows, columns, seen, record):
         constants = {
             "WARPS": held.warps, "DEEP": held.deep, "HANDS": held.hands, "BINS": 2048, "ROOM": parted.room,
             "LIST": lists, "LAST": last, "ONE": slots <= 32 * held.warps * held.deep, "WHOLE": True,
-            "SEEN": seen and not lists,
+            "SEEN": seen,
         }  # fmt: skip
         case = f"{rows} rows of {columns}{', as far as seen' * seen}{', lists' * bool(lists)}"
         types = {"given": "i64" if lists else "fp32"}

@@ -450,7 +450,7 @@ def hopper_seen_scores_kernel(
 
     Tables may be far wider than what is seen, which a query's programs share, ``fewest`` tiles each or more. Behind it
     the rest of a tile is -inf, and nothing else is written. Where ``line``, a multiple of 64, is less there are no
-    scores, and the count is 0. ``low``, ``high`` and LEAN are those of ``hopper_scores_kernel``.
+    scores, and the count is -1. ``low``, ``high`` and LEAN are those of ``hopper_scores_kernel``.
     """
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     token = gl.program_id(0) % tokens
@@ -458,10 +458,10 @@ def hopper_seen_scores_kernel(
     request = gl.load(request_ptr + token)
     position = gl.where(request >= 0, gl.load(positions_ptr + token), -1)
     seen = gl.minimum((position + 1) // RATIO, columns)
-    seen = gl.where(seen <= line, seen, 0)
+    seen = gl.where(seen <= line, seen, -1)
     if part == 0:
         gl.store(counts_ptr + token, seen)
-    tiles = gl.cdiv(seen, 64)
+    tiles = gl.cdiv(gl.maximum(seen, 0), 64)
     tiles = gl.cdiv(tiles, gl.maximum(gl.minimum(parts, tiles // fewest), 1))
     run = part * (64 * tiles)
     if run < seen:

@@ -367,28 +367,37 @@ def hopper_top_kernel(
     ``line`` apart, with at most LIST pairs each and as many as their counts [rows, n] say; a row is one part.
     LAST: the best are ranked. Else they are listed: pairs [rows, parts, ROOM], their numbers counts [rows, parts].
     ONE: a part is one tile. WHOLE: n, line and run are multiples of 4. ``most`` pairs stay of a list that was full.
-    SEEN: of scores those before counts [rows], which parts share; as far as the next multiple of 4 they are -inf.
+    SEEN: of scores those before counts [rows], which parts share; as far as the next multiple of 4 they are -inf. A
+    row whose count is -1 stays as it is, of which the counts of its parts' lists, -1, tell.
     """
     part, token = gl.program_id(0) % parts, (gl.program_id(0) // parts).to(gl.int64)
+    taken = True
     if LIST:
         given_ptr += token * n * line
         given_counts_ptr += token * n
         begin, end = 0, n * LIST
+        if SEEN:
+            taken = gl.load(given_counts_ptr) >= 0
     else:
         if WHOLE:
             n, line, run = n // 4 * 4, line // 4 * 4, run // 4 * 4
         given_ptr += token * line
         if SEEN:
-            n = gl.cdiv(gl.load(given_counts_ptr + token), 4) * 4
+            n = gl.load(given_counts_ptr + token)
+            taken = n >= 0
+            n = gl.cdiv(gl.maximum(n, 0), 4) * 4
             run = gl.cdiv(gl.cdiv(n, parts), 4) * 4
         begin = part * run
         end = gl.minimum(n, begin + run)
     base = shared_room(8 * BINS + 16 + 8 * ROOM)
     pairs_ptr += gl.program_id(0).to(gl.int64) * ROOM
-    best_of(
-        base, indices_ptr + token * k, pairs_ptr, counts_ptr + gl.program_id(0), given_ptr, given_counts_ptr, begin,
-        end, n, line, k, most, WARPS, DEEP, HANDS, BINS, ROOM, LIST, LAST, ONE,
-    )  # fmt: skip
+    if taken:
+        best_of(
+            base, indices_ptr + token * k, pairs_ptr, counts_ptr + gl.program_id(0), given_ptr, given_counts_ptr,
+            begin, end, n, line, k, most, WARPS, DEEP, HANDS, BINS, ROOM, LIST, LAST, ONE,
+        )  # fmt: skip
+    elif not LAST:
+        gl.store(counts_ptr + gl.program_id(0), -1)
 
 
 @gluon.jit(do_not_specialize=["n", "parts"])

@@ -371,13 +371,7 @@ def seen_select_rows(
     kept_scores, numbers = to.empty((tokens, seen.room), to.float32, q), to.empty((tokens,), to.int32, q)
     pools, width = BOUND[record].given(buffers), block_table.shape[1]
     q = _rotated(to, q, rotated, record)
-    to.run(
-        _seen_scores(record, heads, taken, ratio),
-        (tokens * programs,),
-        (kept_scores, numbers, q, weights, *pools[:2], positions, request_index, block_table),
-        (tokens, heads, columns, width, seen.room, SEEN_TILES, 64, 4),
-    )
-    hopper_rows(to, out, kept_scores, tokens, (pairs, counts), k, seen.lists, numbers)
+    # Before the others: a launch between the ranking and what reads its picks would keep that from coming up early.
     if seen.room < columns:
         how, room = (to.native(q), False, size_of(tokens * columns)), _list_room(k)
         to.run(
@@ -386,4 +380,11 @@ def seen_select_rows(
             (out, pairs, held, q, weights, *pools, positions, request_index, block_table),
             (heads, columns, width, seen.room, k, min(k + k // 4, room - ROUND)),
         )
+    to.run(
+        _seen_scores(record, heads, taken, ratio),
+        (tokens * programs,),
+        (kept_scores, numbers, q, weights, *pools[:2], positions, request_index, block_table),
+        (tokens, heads, columns, width, seen.room, SEEN_TILES, 64, 4),
+    )
+    hopper_rows(to, out, kept_scores, tokens, (pairs, counts), k, seen.lists, numbers)
     return out

@@ -111,7 +111,7 @@ def hopper_rows(
     """The best k of so many rows of scores -> indices; lists of their parts in ``space``, where rows have several.
 
     Args:
-        seen: by row, scores that count.
+        seen: by row, scores that count; -1 for rows whose indices stay as they are.
     """
     columns, room, most = scores.shape[1], lists.room, k + k // 4
     alone, slots = lists.parts == 1, 32 * lists.first.warps * lists.first.deep
@@ -125,7 +125,7 @@ def hopper_rows(
     if not alone:
         slots = 32 * lists.last.warps * lists.last.deep
         to.run(
-            _hopper_best(lists.last, room, room, True, lists.parts * room <= slots, True),
+            _hopper_best(lists.last, room, room, True, lists.parts * room <= slots, True, seen is not None),
             (rows,),
             (indices, pairs, counts, pairs, counts),
             (lists.parts, room, k, most, 1, lists.parts * room),
