@@ -26,12 +26,14 @@ class Attending(NamedTuple):
         base: the attention that the configuration names otherwise.
         ends: [B] int32 tokens of every row with the forward's, of a step that ``begun`` opened; None: layers open it.
         left: numbers of the layers that have not attended yet.
+        looked: windows of layers whose masks somebody looks at.
     """
 
     cache: int
     base: str
     ends: torch.Tensor | None
     left: set[int]
+    looked: set[int | None]
 
 
 class Noted(NamedTuple):
@@ -66,7 +68,7 @@ def begin(config: Any, cache: Any, base: str, name: str, given: torch.Tensor | N
     ends = None
     if given is not None and given.shape[1] == 1 and cache.captures:
         ends = begun(given.shape[0], cache.number, cache.device)
-    ATTENDING.append(Attending(cache.number, base, ends, set(range(len(cache.layers)))))
+    ATTENDING.append(Attending(cache.number, base, ends, set(range(len(cache.layers))), set()))
     _name(config, name)
 
 
@@ -155,6 +157,7 @@ def _attended_captured(
     if mask is not None:
         seen = ends if noted.window is None else ends.clamp(max=noted.window)
         left, whole = behind_padding(mask, query.shape[0], ends, seen)
+        ends = looked_at(noted, ends, whole)
     given = query, noted.first, noted.second, ends, left, sink
     found = over(noted, attended_captured(*given, noted.cache, noted.layer, scale))
     return found if whole is None else torch.where(whole, found, torch.nan)
@@ -175,10 +178,23 @@ def _latents_captured(
         shown, plain = shown_by(mask, len(rows))
         number = torch.arange(shown.shape[1], dtype=torch.int32, device=shown.device)
         selected = torch.where(shown & (number < ends[:, None]), number, -1)
+        ends = ends if plain is None else looked_at(noted, ends, plain)
     given = rows, noted.first, noted.second, ends, selected, sink
     out = latents_captured(*given, noted.cache, noted.layer, scale)
     found = over(noted, valued(out, projection, len(rows)))
     return found if plain is None else torch.where(plain.view(-1, 1, 1, 1), found, torch.nan)
+
+
+def looked_at(noted: Noted, ends: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """``ends``, behind a look at whether masks of layers like this one are such that the cache gives what they ask for.
+
+    Those of a model's layers of one window are alike; NaN stands for what another one would ask for.
+    """
+    attending = ATTENDING[-1]
+    if noted.window in attending.looked:
+        return ends
+    attending.looked.add(noted.window)
+    return looked(ends, whole, noted.cache)
 
 
 def over(noted: Noted, found: torch.Tensor) -> torch.Tensor:
@@ -239,8 +255,8 @@ def attended(
 ) -> torch.Tensor:
     """Store a layer's new keys and values [B, heads, 1, dim]; attend from q [B, H, 1, dim] -> [B, 1, H, value dim].
 
-    What a query sees follows from the mask [B, 1, 1, columns] on the device, which nobody waits for: everything behind
-    the padding at its left. A row whose mask says something else gets NaN.
+    What a query sees follows from the mask [B, 1, 1, columns]: everything behind the padding at its left. Where it says
+    something else, all layers' rows are gathered, and attended to under it.
     """
     return CACHES[cache].layers[layer].stored_and_attended(query, keys, values, mask, sink, scale)
 
@@ -256,6 +272,22 @@ def begun(batch: int, cache: int, device: torch.device) -> torch.Tensor:
 def _(batch: int, cache: int, device: torch.device) -> torch.Tensor:
     del cache
     return torch.empty(batch, dtype=torch.int32, device=device)
+
+
+@torch.library.custom_op("kvcore::looked", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def looked(ends: torch.Tensor, whole: torch.Tensor, cache: int) -> torch.Tensor:
+    """Begin to look at ``whole``, which is the host's when the step ends and is refused there unless all of it is true.
+
+    Nobody waits: by then the device has long come to it. What layers are given of the step's ``ends`` comes after it.
+    """
+    CACHES[cache].look(whole)
+    return ends.clone()
+
+
+@looked.register_fake
+def _(ends: torch.Tensor, whole: torch.Tensor, cache: int) -> torch.Tensor:
+    del whole, cache
+    return torch.empty_like(ends)
 
 
 @torch.library.custom_op("kvcore::attended_captured", mutates_args=())
@@ -288,7 +320,11 @@ def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *others: An
 
 @torch.library.custom_op("kvcore::ended", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def ended(found: torch.Tensor, cache: int) -> torch.Tensor:
-    """Make the open step's tokens part of the rows, once every layer has attended; what the last of them found."""
+    """Make the open step's tokens part of the rows, once every layer has attended; what the last of them found.
+
+    Raises:
+        StepError: a mask asked for something that the cache does not give; the step was rolled back.
+    """
     CACHES[cache].end_captured()
     return found.clone()
 
@@ -312,7 +348,7 @@ def attended_latents(
 ) -> torch.Tensor:
     """Store a layer's new latents and rotary keys [B, 1, 1, dim]; attend from q [B, H, dim] -> [B, H, rank].
 
-    Queries are those of latent rows. Each sees what the mask [B, 1, 1, columns] lets it see; NaN if it adds anything.
+    Queries are those of latent rows. Each sees what the mask [B, 1, 1, columns] lets it see, with what that adds.
     """
     return CACHES[cache].layers[layer].stored_and_attended(query, latents, rotary, mask, sink, scale)
 

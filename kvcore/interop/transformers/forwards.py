@@ -64,7 +64,6 @@ class Forwards(Cache):
         self.number = next(NUMBERS)
         CACHES[self.number] = self
         self.device = settings.device
-        self.looks = self.device.type == "cpu"
         self._torch_pools = uses_torch(self.kv)
         # On a GPU steps that are alike are told to the device where the last one was.
         self._keeps = self._torch_pools and self.device.type == "cuda"
@@ -72,6 +71,8 @@ class Forwards(Cache):
         # The open step's handles, whose verbs look whether it is open.
         self._layer_of: Any = None
         self.captured: Captured | None = None
+        # Flags of masks on the way to the host, with what tells that they are there.
+        self._looked: list[tuple[torch.Tensor, Any]] = []
         self._left = torch.empty(0, dtype=torch.int32)
         # By kind of layer; some of the open step's layers then have no handle.
         self.alike: dict[int, Alike] = {}
@@ -317,6 +318,7 @@ class Forwards(Cache):
         """Open a step of one token a row whose numbers lie where graphs look for them; its rows' new lengths [B]."""
         if self._step is not None:
             self._refuse("another one")
+        self._looked.clear()
         self._step = step = self._open(batch, 1, kept=True)
         self._layer_of = opened(step).layer
         # What the step overwrites is noted with it, for an abort.
@@ -335,8 +337,33 @@ class Forwards(Cache):
         for layer in {layer.kind: layer for layer in self.layers}.values():
             layer.prepare_captured(captured, batch, self._settings.of.heads)
 
+    def look(self, whole: torch.Tensor) -> None:
+        """Have the host told whether all of ``whole`` is true, which ``end_captured`` asks."""
+        flag, arrived = whole.all(), None
+        if flag.is_cuda:
+            flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._looked.append((flag, arrived))
+
     def end_captured(self) -> None:
-        """Commit that step: every layer's rows are written, or will be before anything later on the device."""
+        """Commit that step: every layer's rows are written, or will be before anything later on the device.
+
+        Raises:
+            StepError: a mask was not of padding at the left alone; the step is rolled back.
+        """
+        looked, self._looked = self._looked, []
+        for flag, arrived in looked:
+            if arrived is not None:
+                arrived.synchronize()
+            if not flag:
+                self.abort()
+                raise StepError(
+                    got="a mask that is not padding at the left alone, or that adds to scores",
+                    where="KVCache, in compiled code on a GPU",
+                    allowed="no mask, or one of padding at the left",
+                    hint="attention='model' takes any mask, and so does a forward that is not compiled.",
+                )
         if self._step is not None:  # else the model attended in all layers, the last of which has committed it
             step = self._forget_step()
             # What a graph wrote counts as written by whoever assigns the pools.

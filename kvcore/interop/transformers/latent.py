@@ -138,7 +138,7 @@ class StaticMlaLayer(MlaLayer):
                 selected = owner.numbers(torch.where(shown, number, -1))
                 # What adds to scores, or shows a row nothing, is no list of rows.
                 listed = shown.any(dim=1) if listed is None else listed & shown.any(dim=1)
-            if mask is not None and listed is not None and owner.looks and not listed.all():
+            if mask is not None and listed is not None and not listed.all():
                 owner.refuse(self.number, REASON)
                 rows = owner.take(handle.gather_all_entries().values, query.dtype).unsqueeze(1)
                 rows = padded(rows, mask.shape[3])
@@ -157,7 +157,7 @@ class StaticMlaLayer(MlaLayer):
                 found = owner.take(out, query.dtype)[..., :rank].contiguous()
             owner.finish(self.number)
         # Where nobody could look, NaN says that a row saw something else.
-        return found if listed is None or owner.looks else torch.where(listed[:, None, None], found, torch.nan)
+        return found
 
     def captured_and_attended(
         self,

@@ -270,15 +270,14 @@ class StaticLayer(KVLayer):
                 # What a row sees begins behind its padding; it may not be one run up to the new token.
                 left, whole = behind_padding(mask, len(query), owner.length + 1, len(self._visible(1)))
                 index = index._replace(left_padding=owner.numbers(left))
-            if mask is not None and whole is not None and owner.looks and not whole.all():
+            if mask is not None and whole is not None and not whole.all():
                 owner.refuse(self.number, REASON)
                 k, v = (padded(each, mask.shape[3]) for each in self.visible_rows(handle, 1, query.dtype))
                 found = attended_under(mask, query, k, v, sink, scale)
             else:
                 found = self._attended(handle, index, query, sink, scale)
             owner.finish(self.number)
-        # Where nobody could look, NaN says that a row saw something else.
-        return found if whole is None or owner.looks else torch.where(whole, found, torch.nan)
+        return found
 
     def _attended(self, handle: Any, index: Any, query: torch.Tensor, sink: Any, scale: float | None) -> torch.Tensor:
         """Attention of q [B, H, 1, dim] to the rows where they lie -> [B, 1, H, dim]."""

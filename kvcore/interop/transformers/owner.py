@@ -23,7 +23,6 @@ class Owner(Protocol):
         dtype: of the model's keys and values.
         device: where the model is.
         can_undo: whether ``crop`` can undo tokens.
-        looks: whether a mask's numbers can be looked at while nobody waits for them.
         number: of the cache, among those of the process.
         attending: the model's forward that is under way, if the cache attends itself in it.
         alike: what layers of a kind share in the open step, by that kind.
@@ -36,7 +35,6 @@ class Owner(Protocol):
     dtype: torch.dtype
     device: torch.device
     can_undo: bool
-    looks: bool
     number: int
     attending: Forward | None
     alike: dict[int, Any]

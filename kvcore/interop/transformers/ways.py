@@ -119,7 +119,7 @@ def reason_against(model: Any, asked: Asked, *, static: bool) -> str:
         return "asked for: attention='model'"
     if static and asked != "cache" and str(getattr(model, "device", "cpu")) != "cpu":
         return (
-            "static=True on a GPU: nobody waits to see whether a mask has holes, which the cache answers with NaN; "
+            "static=True on a GPU: compiled code has masks on the device, and the cache refuses those with holes; "
             "attention='cache' reads the pools"
         )
     if not isinstance(model, torch.nn.Module):
