@@ -68,7 +68,7 @@ def test_04_quantised_storage_works_with_one_head_and_groups_run_over_channels(f
     assert (np.abs(kvcore.to_numpy(keys)[0].astype(np.float32) - rows) <= largest / 4).all()
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp8", "e4m3fnuz", "fp8"])
+@pytest.mark.parametrize("name", ["mxfp6", "nvfp8", "e4m3fnuz", "fp8"])
 def test_05_a_format_is_named_by_its_codes_and_an_unknown_brand_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match=name):
         KV(key_heads=1, key_dim=64, key_format=name)

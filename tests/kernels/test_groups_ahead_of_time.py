@@ -48,7 +48,9 @@ def test_attention_from_codes_compiles(keys, values, dims, arch, record):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
-@pytest.mark.parametrize(("keys", "values"), [("int4_ch32", "int4_g32"), ("int4_ch32", "int4_ch32")])
+@pytest.mark.parametrize(
+    ("keys", "values"), [("int4_ch32", "int4_g32"), ("int4_ch32", "int4_ch32"), ("int4_ch64", "int4_g64")]
+)
 def test_other_kernels_of_groups_compile(keys, values, arch, record):
     constants, case = constants_of(keys, values) | {"NATIVE": arch >= 89}, f"{keys} and {values}"
     more = {"LEFT": True, "GROUPS": 8, "HEADS": 16}

@@ -32,8 +32,8 @@ HOPPER = 90
 AMD = {"MI300": "gfx942", "MI350": "gfx950"}
 OTHERS = {80: tuple(AMD.values())}
 """By the GPU whose constants they take: AMD's, for which nothing is tuned."""
-FOR_NVIDIA = {"attend_codes_kernel": (80, 90, 100), "attend_packed_kernel": (90, 100)}
-"""Kernels whose layouts of registers are one maker's, and the capabilities that they are written for."""
+FOR_NVIDIA = {"attend_codes_kernel": (80, 90, 100), "attend_packed_kernel": (90, 100), "long_scores_kernel": (90,)}
+"""Kernels of one maker's layouts of registers, or launched beside such, and the capabilities that these are for."""
 RECORD = Path(__file__).parents[2] / "records" / "compile_triton.json"
 WRITES = "KVCORE_COMPILE_RECORD"
 """Variable that names the file to write a record to."""

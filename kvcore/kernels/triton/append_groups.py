@@ -13,6 +13,9 @@ from kvcore.kernels.triton.codes import bf16_bits, bits_float, float_bits, load_
 from kvcore.kernels.triton.groups import codes_at, scales_at
 from kvcore.kernels.triton.rows import element_offsets, within
 
+HELD = tl.constexpr(32)
+"""Tokens of a group whose numbers a thread holds at once: what compilers take grows with the cube of them."""
+
 
 @triton.jit
 def tokens_before(request, starts_ptr, lengths_ptr, requests, REQUESTS: tl.constexpr):
@@ -78,6 +81,45 @@ def ends_of_groups(low, high, SHARE: tl.constexpr):
 
 
 @triton.jit
+def ends_of(low, high, SHARE: tl.constexpr, P: tl.constexpr, NATIVE: tl.constexpr):
+    """Groups' least and largest numbers -> (both as they are coded, whether all is finite, bits of scales, steps, odd).
+
+    Odd: some group has numbers that ``usual`` changes.
+    """
+    low, high = ends_of_groups(low, high, SHARE)
+    largest = tl.maximum(float_bits(low) & 0x7FFFFFFF, float_bits(high) & 0x7FFFFFFF)
+    finite = largest < 0x7F800000
+    least, most = settled(low, finite, P), settled(high, finite, P)
+    reach = tl.maximum(most - least, P.floor)
+    fifteenth: tl.constexpr = 0.06666667014360428
+    scale = bf16_bits(reach * fifteenth, NATIVE)
+    # Numbers beyond the limit are few, and those below the floor matter where all of a group are near to it.
+    unusual = (finite & (bits_float(largest) > P.limit)) | (reach < P.floor * 1099511627776.0)
+    return least, most, finite, scale, bits_float(scale << 16), tl.max(tl.ravel(unusual.to(tl.int32)), axis=0) > 0
+
+
+@triton.jit
+def usual(rows, first, last, COUNT: tl.constexpr, P: tl.constexpr):
+    """Rows whose small numbers are zero, and whose others lie between the ends."""
+    kept = ()
+    for i in tl.static_range(COUNT):
+        x = tl.where(tl.abs(rows[i]) < P.floor, 0.0, rows[i])
+        kept = kept + (tl.minimum(tl.maximum(x, first), last),)
+    return kept
+
+
+@triton.jit
+def word_of(rows, some: tl.constexpr, first, step, inverse, known, NATIVE: tl.constexpr):
+    """The codes of rows 8 ``some`` to 8 ``some`` + 7 as words."""
+    word = tl.zeros(first.shape, tl.int32)
+    for i in tl.static_range(8):
+        ratio = quotient(rows[8 * some + i] - first, step, inverse, NATIVE)
+        # The code, and 0x4B400000 beside it: of eight of them 0x3F400000 stays in a word.
+        word += float_bits(ratio + 12582912.0) << 4 * i
+    return tl.where(known, word - 0x3F400000, 0)
+
+
+@triton.jit
 def ranged(rows, COUNT: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, NATIVE: tl.constexpr):
     """Rows of bf16 numbers as fp32 -> (words of the codes of eight rows each, bits of scales, bits of offsets).
 
@@ -87,34 +129,16 @@ def ranged(rows, COUNT: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, NATI
     for i in tl.static_range(1, COUNT):
         low = tl.minimum(low, rows[i], propagate_nan=tl.PropagateNan.ALL)
         high = tl.maximum(high, rows[i], propagate_nan=tl.PropagateNan.ALL)
-    low, high = ends_of_groups(low, high, SHARE)
-    largest = tl.maximum(float_bits(low) & 0x7FFFFFFF, float_bits(high) & 0x7FFFFFFF)
-    finite = largest < 0x7F800000
-    least, most = settled(low, finite, P), settled(high, finite, P)
-    reach = tl.maximum(most - least, P.floor)
-    fifteenth: tl.constexpr = 0.06666667014360428
-    scale = bf16_bits(reach * fifteenth, NATIVE)
-    step = bits_float(scale << 16)
+    least, most, finite, scale, step, unusual = ends_of(low, high, SHARE, P, NATIVE)
     first, last = to_numbers(least, SHARE), to_numbers(most, SHARE)
-    # Numbers beyond the limit are few, and those below the floor matter where all of a group are near to it.
-    unusual = (finite & (bits_float(largest) > P.limit)) | (reach < P.floor * 1099511627776.0)
-    if tl.max(tl.ravel(unusual.to(tl.int32)), axis=0) > 0:
-        kept = ()
-        for i in tl.static_range(COUNT):
-            x = tl.where(tl.abs(rows[i]) < P.floor, 0.0, rows[i])
-            kept = kept + (tl.minimum(tl.maximum(x, first), last),)
-        rows = kept
+    if unusual:
+        rows = usual(rows, first, last, COUNT, P)
     step, inverse = to_numbers(step, SHARE), to_numbers(1.0 / step, SHARE)
     known = to_numbers(finite, SHARE)
     words = ()
     count: tl.constexpr = COUNT // 8
     for some in tl.static_range(count):
-        word = tl.zeros(first.shape, tl.int32)
-        for i in tl.static_range(8):
-            ratio = quotient(rows[8 * some + i] - first, step, inverse, NATIVE)
-            # The code, and 0x4B400000 beside it: of eight of them 0x3F400000 stays in a word.
-            word += float_bits(ratio + 12582912.0) << 4 * i
-        words = words + (tl.where(known, word - 0x3F400000, 0),)
+        words = words + (word_of(rows, some, first, step, inverse, known, NATIVE),)
     # The smallest of bf16 numbers is one.
     return words, tl.where(finite, scale, 0x7FC0), float_bits(least) >> 16
 
@@ -149,16 +173,70 @@ def raw_values(
     ring = ring_at(tl.maximum(slot, 0), number, head, tail_ptr, T)
     narrow: tl.constexpr = values_ptr.dtype.element_ty == tl.bfloat16
     rows = values_ptr.to(tl.pointer_type(tl.int16)) if narrow else values_ptr
-    # Narrow rows are what the ring would hold of them.
-    if narrow and number.shape[0] == 1:
-        at = tl.where(own, rows + token, ring)
-        bits = tl.load(at[:, None] + channel[None, :], mask=(own | held)[:, None], other=0).to(tl.int32)
-    else:
-        # Of a choice between pointers of several rows Triton does not see that their channels lie side by side.
-        bits = tl.load(ring[:, None] + channel[None, :], mask=held[:, None], other=0).to(tl.int32)
-        given = tl.load(rows + token[:, None] + channel[None, :], mask=own[:, None], other=0)
-        bits |= given.to(tl.int32) if narrow else raw_bits(given, T, NATIVE)
+    # Of a choice between pointers of several rows Triton does not see that their channels lie side by side.
+    bits = tl.load(ring[:, None] + channel[None, :], mask=held[:, None], other=0).to(tl.int32)
+    given = tl.load(rows + token[:, None] + channel[None, :], mask=own[:, None], other=0)
+    bits |= given.to(tl.int32) if narrow else raw_bits(given, T, NATIVE)
     return bits_float(bits << 16)
+
+
+@triton.jit
+def raw_row(
+    number, channel, start, first, slot, head, values_ptr, tail_ptr, P: tl.constexpr, T: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The raw row [1, c] of one position, as of ``raw_values``: integers have no layout that a compiler looks for."""
+    none = tl.zeros_like(channel)[None, :]
+    own, held = none + number >= start, (none + number < start) & (none + slot >= 0)
+    token = ((first + number - start).to(tl.int64) * P.heads + head) * P.dim
+    ring = ring_at(tl.maximum(slot, 0), number, head, tail_ptr, T)
+    if values_ptr.dtype.element_ty == tl.bfloat16:
+        # Such rows are what the ring would hold of them.
+        at = tl.where(number >= start, values_ptr.to(tl.pointer_type(tl.int16)) + token, ring)
+        bits = tl.load(at + channel[None, :], mask=own | held, other=0).to(tl.int32)
+    else:
+        bits = tl.load(ring + channel[None, :], mask=held, other=0).to(tl.int32)
+        bits |= raw_bits(tl.load(values_ptr + token + channel[None, :], mask=own, other=0), T, NATIVE)
+    return bits_float(bits << 16)
+
+
+@triton.jit
+def eight_rows(
+    number, channel, start, first, slot, head, values_ptr, tail_ptr, P: tl.constexpr, T: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The raw rows of eight positions from ``number`` on."""
+    rows = ()
+    for i in tl.static_range(8):
+        rows = rows + (raw_row(number + i, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
+    return rows
+
+
+@triton.jit
+def ranged_in_turns(
+    at, number, channel, start, first, slot, head, values_ptr, tail_ptr, P: tl.constexpr, T: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """What ``ranged`` does, of rows read twice, eight at a time -> (scales, offsets); words are stored at ``at``."""
+    low = raw_row(number, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE)
+    high = low
+    for some in tl.range(P.tokens // 8, num_stages=1):
+        rows = eight_rows(
+            number + 8 * some, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
+        )  # fmt: skip
+        for i in tl.static_range(8):
+            low = tl.minimum(low, rows[i], propagate_nan=tl.PropagateNan.ALL)
+            high = tl.maximum(high, rows[i], propagate_nan=tl.PropagateNan.ALL)
+    least, most, finite, scale, step, unusual = ends_of(low, high, 1, P, NATIVE)
+    inverse = 1.0 / step
+    for some in tl.range(P.tokens // 8, num_stages=1):
+        rows = eight_rows(
+            number + 8 * some, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
+        )  # fmt: skip
+        if unusual:
+            rows = usual(rows, least, most, 8, P)
+        tl.store(at + some, word_of(rows, 0, least, step, inverse, finite, NATIVE))
+    return tl.where(finite, scale, 0x7FC0), float_bits(least) >> 16
 
 
 @triton.jit
@@ -192,10 +270,11 @@ def close_group(
     # All loads are under way before the unit is known.
     rows = ()
     if P.over and P.plain == "":
-        # A thread has all tokens of its channels: nothing is exchanged.
-        for i in tl.static_range(tokens):
-            one = number + i + tl.arange(0, 1)
-            rows = rows + (raw_values(one, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
+        if P.tokens <= HELD:
+            # A thread has all tokens of its channels: nothing is exchanged.
+            for i in tl.static_range(tokens):
+                one = number + i
+                rows = rows + (raw_row(one, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
     else:
         every = number + tl.arange(0, P.tokens)
         rows = rows + (raw_values(every, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
@@ -207,10 +286,15 @@ def close_group(
             place = token * P.dim + channel[None, :]
             tl.store(target.to(tl.pointer_type(tl.int16)) + place, bf16_bits(rows[0], NATIVE).to(tl.int16))
         elif P.over:
-            words, scale, offset = ranged(rows, P.tokens, 1, P, NATIVE)
             at = target.to(tl.pointer_type(tl.int32)) + channel[None, :] * (P.tokens // 8)
-            for some in tl.static_range(words_of):
-                tl.store(at + some, words[some])
+            if P.tokens <= HELD:
+                words, scale, offset = ranged(rows, P.tokens, 1, P, NATIVE)
+                for some in tl.static_range(words_of):
+                    tl.store(at + some, words[some])
+            else:
+                scale, offset = ranged_in_turns(
+                    at, number, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
+                )
             scales, offsets = scales_at(unit, row, scales_ptr, offsets_ptr, P)
             tl.store(scales.to(tl.pointer_type(tl.int16)) + channel[None, :], scale.to(tl.int16))
             tl.store(offsets.to(tl.pointer_type(tl.int16)) + channel[None, :], offset.to(tl.int16))
