@@ -470,7 +470,7 @@ class CacheState:
             found = keep(numbers, shape, tables)
         bare, index = self._index
         if index is None or found is not bare:
-            index = StepIndex(*found[:-1], self.paging)
+            index = StepIndex._make((*found[:-1], self.paging))
             self._index = found, index
         return index
 

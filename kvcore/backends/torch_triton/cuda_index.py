@@ -1,6 +1,6 @@
 """The indexer's verbs on CUDA: scores of the keys, and the selection of the best."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,7 +100,8 @@ def index_select(bound, ops, pools, layer, index, q, weights, k, *, columns=None
     some, number = len(index.slots) and q.numel() and 0 < k <= MOST_BEST, bound.part.number
     if some and run is None:
         queries = bound.queries(q)
-        seen = seen_of(launch.run_triton, ops.props, queries, index.block_table, number, columns, k)
+        to: Any = launch.run_triton
+        seen = seen_of(to, ops.props, queries, index.block_table, number, columns, k)
         if seen is not None:
             *room, held = seen_workspace(seen, len(q), columns, k)
             given = *_given(bound, ops, pools, index, q, weights), *_pairs(ops, room)
