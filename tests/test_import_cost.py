@@ -63,6 +63,19 @@ def test_the_reference_needs_no_framework():
     assert heavy_among(modules, ("torch", "triton", "jax", "jaxlib", "transformers", "rich")) == []
 
 
+def test_torchs_backend_needs_no_triton_on_a_cpu():
+    modules = loaded_by(
+        "sys.modules['triton'] = None  # as where it is not installed\n"
+        "import kvcore, torch\n"
+        "spec = kvcore.CacheSpec(layers=[kvcore.spec.LayerSpec(kv=kvcore.spec.KV(key_heads=1, key_dim=4))])\n"
+        "cache = kvcore.create_cache(spec, backend='torch_triton', device='cpu', max_requests=1, max_tokens=32)\n"
+        "rows = torch.ones(1, 1, 4)\n"
+        "with cache.step({cache.admit(): 1}) as step: step.layer(0).append_kv(rows, rows)"
+    )
+    assert "kvcore.backends.torch_triton.backend" in modules
+    assert heavy_among(modules, ("jax", "jaxlib", "transformers", "rich")) == []
+
+
 def test_a_list_of_backends_needs_no_arrays():
     modules = loaded_by(
         "import contextlib, io; from kvcore.cli import main\n"

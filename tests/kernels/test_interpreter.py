@@ -1,11 +1,10 @@
 """The kernels, interpreted, against the reference: bytes for storage, a tolerance for arithmetic."""
 
-import os
-import subprocess
-import sys
 from importlib.metadata import entry_points
 
 import pytest
+
+from tests.support.interpreting import interpreted
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
@@ -38,7 +37,6 @@ GROUPS = [
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_interpreted_kernels_agree_with_the_reference(group):
-    # Triton decides when a kernel is defined whether it is interpreted, so the checks need a process of their own.
     interpreted("-W", "ignore", "-m", "tests.kernels.interpreted", group)
 
 
@@ -53,11 +51,3 @@ def test_the_kit_takes_no_warning_of_the_interpreter_for_a_fault(tmp_path):
     said = interpreted(*kit, "--pyargs", "kvcore.conformance", "--kv-backend=torch_triton", "-k", check, cwd=tmp_path)
     assert "2 passed" in said
     assert "torch_triton (cpu, Triton interpreter): 2 agree" in said
-
-
-def interpreted(*arguments, **options):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, **options)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout

@@ -1,11 +1,10 @@
 """How many kernels a decode step launches for one layer through its handle, whatever they take."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.interpreting import interpreted
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
@@ -19,11 +18,8 @@ FLUSHED = {"flush_kernel": 1}  # both tails' rows, their entry, and its index ke
 
 
 def test_a_layer_launches_each_kernel_once():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.launches"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    said = interpreted("-W", "ignore", "-m", "tests.kernels.launches")
+    found = json.loads(said.splitlines()[-1])
     wanted = {"window": ATTENDED, "CSA": ATTENDED | FLUSHED | SELECTED, "HCA": ATTENDED | FLUSHED}
     for kind, launches in wanted.items():
         for step in ("closes", "closes nothing"):
