@@ -69,6 +69,11 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Format rows of a unit from a row to the next, and from a head to the next: head by head, or side by side."""
         return (1, self.places) if self.layout == BY_HEAD else (self.heads, 1)
 
+    @property
+    def even(self) -> bool:
+        """Whether ``steps`` say where all fields lie: rows and heads evenly, and the bytes of a field side by side."""
+        return True
+
     @cached_property
     def buffers(self) -> dict[str, tuple[str, int]]:
         """Buffer of the layout -> (key in the pools, bytes of a unit)."""

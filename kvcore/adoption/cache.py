@@ -210,6 +210,7 @@ class AdoptedCache(Cache):
             record = RequestRecord(length=count, floor=state.floor(count), tokens=None, salt=None, checkpoints=[])
             manager.look_up()
             manager.coming, manager.wanted, held.coming = manager.units(given), wanted, tables
+            manager.coming_numbers = given
             try:
                 content = held.content(owned, count)
                 request: Request = state.restore(
@@ -217,6 +218,7 @@ class AdoptedCache(Cache):
                 )
             finally:
                 manager.coming, manager.wanted, held.coming = (), None, None
+                manager.coming_numbers = ()
             manager.given[request] = given
             held.add(request, tables)
             return request

@@ -1,9 +1,10 @@
 """Where every field of every row lies in memory that belongs to someone else, as a value that can be sent and kept.
 
 Nothing in it is worked out from shapes: a row's field is at ``offset + b · block + r · token + h · head`` of a tensor's
-bytes, for block b, row r in the block and head h. Where an engine looks b and r up in a tensor of its own, an index map
-says how. ``check`` refuses what cannot be right: rows that lie on one another or beyond the tensor, two components in
-one place, a component or a map that is missing.
+bytes, for block b, row r in the block and head h. Where rows of a block lie in chunks, or bytes of a field apart, lines
+say so. Where an engine looks b and r up in a tensor of its own, an index map says how. ``check`` refuses what cannot be
+right: rows that lie on one another or beyond the tensor, two components in one place, a component or a map that is
+missing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from kvcore.errors import SpecError
 from kvcore.foreign import UNREADABLE, shortened
 from kvcore.plan import CachePlan, Region, plan_cache
 from kvcore.spec import CacheSpec
+from kvcore.spec.layout import Steps
 
 FORM, VERSION = "kvcore.descriptor", 1
 
@@ -27,23 +29,31 @@ class IndexMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How places are read from a tensor of integers of the owner's, which changes as it gives out and takes back.
 
     Place n of a map of tokens is in page ``n div page``, at row ``n mod page`` modulo the lines' ``rows``: pages of
-    fewer rows keep the newest ones, as rings do. A map of slots has numbers of rings, one of blocks where those lie.
+    fewer rows keep the newest ones, as rings do. A map of pages has those of a page of tokens at once: its places are
+    that many from ``page`` times what the map has on. A map of slots has numbers of rings, one of blocks where those
+    lie.
 
     Attributes:
         name: which lines name it by, and under which the tensor is given.
-        of: what is looked up: ``token``, row r of block b as b · block_tokens + r; ``slot``, a request's; or ``block``.
+        of: what is looked up: ``token``, row r of block b as b · block_tokens + r; ``page``, of that token, which is
+            token div ``page``; ``slot``, a request's; or ``block``.
         count: numbers that can be looked up.
         page: places of a page; 1 of slots and blocks.
         first: the least place. What is less says that there is none.
-        aligned: a token's place in its page is its row in the block, modulo ``page``.
+        aligned: a token's place in its page is its row in the block, modulo ``page``, as in every map of pages.
     """
 
     name: str
-    of: Literal["token", "slot", "block"]
+    of: Literal["token", "page", "slot", "block"]
     count: int
     page: int = 1
     first: int = 0
     aligned: bool = False
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether tokens have places in it, each or page by page."""
+        return self.of in ("token", "page")
 
 
 class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -65,6 +75,10 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         units: rings or pages; 0 for blocks.
         rows: of a ring or page; 0 for blocks.
         map: name of the map that pages (of tokens), rings (of slots) or blocks are looked up in; empty without one.
+        chunk_rows: rows of a chunk, where those of a block lie in chunks: row r is row r mod ``chunk_rows`` of chunk
+            r div ``chunk_rows``; 0 where they do not.
+        chunk: from a chunk to the next.
+        byte: from a byte of the field to the next; 1 but in blocks.
     """
 
     layer: int
@@ -80,6 +94,9 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     units: int = 0
     rows: int = 0
     map: str = ""
+    chunk_rows: int = 0
+    chunk: int = 0
+    byte: int = 1
 
     @property
     def in_place(self) -> bool:
@@ -159,9 +176,45 @@ class Stretch(NamedTuple):
         return f"layers[{lines.layer}].{lines.role} {lines.part} {lines.field}".replace("  ", " ")
 
     @property
+    def steps(self) -> Steps:
+        """How it is stepped over in a unit."""
+        lines = self.lines
+        rows = min(lines.chunk_rows or self.rows, self.rows)
+        # What is never stepped over may have been said as anything.
+        return Steps(
+            row=lines.token if rows > 1 else 0,
+            head=lines.head if self.region.heads > 1 else 0,
+            chunk_rows=rows,
+            chunk=lines.chunk if rows < self.rows else 0,
+            byte=lines.byte if self.nbytes > 1 else 1,
+        )
+
+    @property
+    def grain(self) -> int:
+        """Bytes of it that lie side by side."""
+        return self.nbytes if self.steps.byte == 1 else 1
+
+    @property
+    def axes(self) -> tuple[tuple[int, int, str], ...]:
+        """(bytes from one to the next, how many, of what) of everything that is stepped over in a unit."""
+        steps = self.steps
+        return (
+            (steps.chunk, self.rows // steps.chunk_rows, "chunk"),
+            (steps.row, steps.chunk_rows, "token"),
+            (steps.head, self.region.heads, "head"),
+            (steps.byte, self.nbytes // self.grain, "byte"),
+        )
+
+    @property
+    def uneven(self) -> bool:
+        """Whether its rows lie in chunks, or its bytes apart."""
+        (_, chunks, _), *_, (_, pieces, _) = self.axes
+        return chunks > 1 or pieces > 1
+
+    @property
     def span(self) -> int:
         """Bytes from the first to behind the last of a unit."""
-        return (self.rows - 1) * self.lines.token + (self.region.heads - 1) * self.lines.head + self.nbytes
+        return sum(step * (count - 1) for step, count, _ in self.axes) + self.grain
 
     @property
     def end(self) -> int:
@@ -208,6 +261,10 @@ def check(plan: CachePlan, descriptor: Descriptor, sizes: Mapping[str, int]) -> 
         raise SpecError(
             got=f"blocks by maps {sorted(looked_up)}", where="descriptor", allowed="one map, or none, for all"
         )
+    idle = [one.name for one in maps.values() if one.of == "block" and one.name not in looked_up]
+    if idle:
+        allowed = "one that the lines of history name"
+        raise SpecError(got=f"a map of blocks {idle[0]!r} that none does", where="descriptor: maps", allowed=allowed)
     for region, field, nbytes in fields_of(plan):
         key = region.layer, region.role, region.part, field
         if key not in told:
@@ -238,24 +295,28 @@ def _checked_maps(plan: CachePlan, descriptor: Descriptor) -> dict[str, IndexMap
     maps = descriptor.maps_by_name
     if len(maps) < len(descriptor.maps or ()):
         raise SpecError(got=[one.name for one in descriptor.maps or ()], where="descriptor: maps", allowed="each once")
+    # Tokens are numbered by blocks as the owner numbers these.
+    blocks = max([descriptor.blocks, *(one.count for one in maps.values() if one.of == "block")])
+    tokens = blocks * descriptor.block_tokens
     for one in maps.values():
         where = f"descriptor: map {one.name!r}"
-        least = {"token": descriptor.blocks * descriptor.block_tokens, "slot": plan.slots, "block": 1}[one.of]
+        least = {"token": tokens, "page": -(-tokens // max(1, one.page)), "slot": plan.slots, "block": 1}[one.of]
         if not least <= one.count <= LARGEST:
             raise SpecError(got=f"{one.count} numbers", where=where, allowed=f"{least} or more, one for each {one.of}")
-        if not 1 <= one.page <= (LARGEST if one.of == "token" else 1):
+        if not 1 <= one.page <= (LARGEST if one.of_tokens else 1):
             raise SpecError(got=f"pages of {one.page} places", where=where, allowed="1 or more; 1 of slots and blocks")
         if not 0 <= one.first <= LARGEST:
             raise SpecError(got=f"first place {one.first}", where=where, allowed="0 or more")
-        if one.of == "block" and (one.aligned or len(maps) > 1):
-            got = "an aligned map of blocks" if one.aligned else "a map of blocks beside others"
-            raise SpecError(got=got, where=where, allowed="one that is alone, of whole blocks")
+        if one.of == "block" and one.aligned:
+            raise SpecError(got="an aligned map of blocks", where=where, allowed="one of whole blocks")
+        if one.of == "page" and not one.aligned:
+            raise SpecError(got="a map of pages that is not aligned", where=where, allowed="an aligned one")
         if one.aligned and descriptor.block_tokens % one.page:
             allowed = f"pages of which {descriptor.block_tokens} tokens, a block, are a multiple"
             raise SpecError(got=f"aligned pages of {one.page} places", where=where, allowed=allowed)
-        if one.of == "token" and not any(region.growth == "block" for region in plan.regions):
+        if one.of_tokens and not any(region.growth == "block" for region in plan.regions):
             allowed = "history in blocks, by which tokens are numbered"
-            raise SpecError(got="a map of tokens", where=where, allowed=allowed)
+            raise SpecError(got=f"a map of {one.of}s", where=where, allowed=allowed)
     return maps
 
 
@@ -270,21 +331,25 @@ def _stretch(lines: Lines, region: Region, nbytes: int, plan: CachePlan, maps: M
     if region.growth == "block":
         if (lines.kind, lines.units, lines.rows) != ("block", 0, 0):
             raise SpecError(got=f"{lines.kind}s", where=one.name, allowed="the descriptor's blocks")
+        _check_chunks(one)
         if lines.map and (lines.map not in maps or maps[lines.map].of != "block"):
             raise SpecError(got=f"map {lines.map!r}", where=one.name, allowed="a map of blocks, or none")
         return one
     if lines.kind == "block":
         raise SpecError(got="blocks", where=one.name, allowed="rings or pages: it grows with requests")
+    if (lines.chunk_rows, lines.chunk, lines.byte) != (0, 0, 1):
+        raise SpecError(got=f"chunks in {lines.kind}s", where=one.name, allowed="rows of rings and pages at even steps")
     units, rows = (plan.slots, region.rows) if lines.kind == "ring" else (1, 1)
     if lines.map:
         units = 1
-        looked_up = {"page": "token", "ring": "slot"}[lines.kind]
+        looked_up = {"page": ("token", "page"), "ring": ("slot",)}[lines.kind]
         index = maps.get(lines.map)
-        if index is None or index.of != looked_up:
+        if index is None or index.of not in looked_up:
+            known = [name for name, other in maps.items() if other.of in looked_up]
             raise SpecError(
                 got=f"map {lines.map!r}",
                 where=one.name,
-                allowed=f"a map of {looked_up}s: {[name for name, other in maps.items() if other.of == looked_up]}",
+                allowed=f"a map of {'s or '.join(looked_up)}s: {known}",
                 hint="A descriptor has an IndexMap for every name that its lines look places up by.",
             )
         if lines.kind == "page" and lines.rows != index.page:
@@ -302,21 +367,30 @@ def _stretch(lines: Lines, region: Region, nbytes: int, plan: CachePlan, maps: M
     return one._replace(rows=lines.rows, units=lines.units)
 
 
+def _check_chunks(stretch: Stretch) -> None:
+    """Refuse chunks that rows of a block do not fill, or none that are stepped over.
+
+    Raises:
+        SpecError: naming the field.
+    """
+    lines = stretch.lines
+    whole = lines.chunk_rows > 0 and stretch.rows % lines.chunk_rows == 0
+    if not whole and (lines.chunk_rows, lines.chunk) != (0, 0):
+        got, allowed = f"chunks of {lines.chunk_rows} rows", f"chunks that {stretch.rows} rows, those of a block, fill"
+        raise SpecError(got=got, where=stretch.name, allowed=allowed)
+    if lines.byte < 1:
+        got = f"{lines.byte} bytes from a byte to the next"
+        raise SpecError(got=got, where=stretch.name, allowed="1 or more")
+
+
 def _check_alone(stretch: Stretch, sizes: Mapping[str, int]) -> None:
     """Refuse rows beyond the tensor, and rows that lie on one another."""
     lines = stretch.lines
     if lines.tensor not in sizes:
         raise SpecError(got=f"tensor {lines.tensor!r}", where=stretch.name, allowed=f"one of {sorted(sizes)}")
-    steps = sorted(
-        (step, count, name)
-        for step, count, name in (
-            (lines.block, stretch.units, lines.kind),
-            (lines.token, stretch.rows, "token"),
-            (lines.head, stretch.region.heads, "head"),
-        )
-        if count > 1
-    )
-    used = stretch.nbytes
+    axes = ((lines.block, stretch.units, lines.kind), *stretch.axes)
+    steps = sorted(axis for axis in axes if axis[1] > 1)
+    used = stretch.grain
     for step, count, name in steps:
         if not used <= step <= LARGEST:
             raise SpecError(
@@ -341,8 +415,9 @@ def _check_apart(one: Stretch, other: Stretch) -> None:
     apart = other.lines.block == step
     if apart:
         # Both go on from block to block alike: they meet if they do on a circle of that many bytes.
-        starts = np.concatenate([_starts(stretch) % step for stretch in (one, other)])
-        sizes = np.repeat([one.nbytes, other.nbytes], [one.rows * one.region.heads, other.rows * other.region.heads])
+        places = [_starts(stretch) % step for stretch in (one, other)]
+        starts = np.concatenate(places)
+        sizes = np.repeat([one.grain, other.grain], [len(some) for some in places])
         order = np.argsort(starts, kind="stable")
         starts, sizes = starts[order], sizes[order]
         apart = bool((np.diff(np.append(starts, starts[0] + step)) >= sizes).all())
@@ -357,12 +432,12 @@ def _check_apart(one: Stretch, other: Stretch) -> None:
 def _alike_and_apart(one: Stretch, other: Stretch) -> bool:
     """Whether two fields that step alike meet nowhere: blocks may be stepped over within heads, or within rows."""
     first, second = one.lines, other.lines
-    if (first.block, first.token, first.head, one.rows) != (second.block, second.token, second.head, other.rows):
+    if (first.block, one.steps, one.rows) != (second.block, other.steps, other.rows):
         return False
-    heads = max(one.region.heads, other.region.heads)
-    axes = ((first.block, max(one.units, other.units)), (first.token, one.rows), (first.head, heads))
+    axes = [(first.block, max(one.units, other.units))]
+    axes += [(step, max(here, there)) for (step, here, _), (_, there, _) in zip(one.axes, other.axes, strict=True)]
     steps = sorted(((step, count) for step, count in axes if count > 1), reverse=True)
-    return not _meet(second.offset - first.offset, steps, one.nbytes, other.nbytes)
+    return not _meet(second.offset - first.offset, steps, one.grain, other.grain)
 
 
 def _meet(apart: int, steps: list[tuple[int, int]], before: int, after: int) -> bool:
@@ -380,10 +455,11 @@ def _meet(apart: int, steps: list[tuple[int, int]], before: int, after: int) -> 
 
 
 def _starts(stretch: Stretch) -> np.ndarray[Any, Any]:
-    """First bytes of all rows of block 0."""
-    rows = np.arange(stretch.rows, dtype=np.int64)[:, None] * stretch.lines.token
-    heads = np.arange(stretch.region.heads, dtype=np.int64) * stretch.lines.head
-    return (stretch.lines.offset + rows + heads).reshape(-1)
+    """First bytes of all that lies side by side in block 0."""
+    starts = np.array([stretch.lines.offset], np.int64)
+    for step, count, _ in stretch.axes:
+        starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
+    return starts
 
 
 def region_plan(spec: CacheSpec, blocks: int, requests: int, drafts: int = 0) -> CachePlan:

@@ -71,6 +71,7 @@ class GivenManager(Manager):
 
     Attributes:
         given: blocks of live requests, all that they may use, as the owner numbers them.
+        coming, coming_numbers: those of a request that is being admitted: where they lie, and as the owner says.
         pages: which pages they have of windows and tails.
         index: the owner's map of blocks to where they lie; None: a block lies where its number says.
         sealed: nobody writes into the memory.
@@ -83,6 +84,7 @@ class GivenManager(Manager):
         self.sealed = sealed
         self.given: dict[Request, tuple[int, ...]] = {}
         self.coming: tuple[int, ...] = ()
+        self.coming_numbers: tuple[int, ...] = ()
         self.wanted: int | None = None
         blocks = GivenBlocks(plan.blocks)
         self.blocks = blocks
@@ -108,6 +110,10 @@ class GivenManager(Manager):
     def blocks_given(self, request: Request) -> tuple[int, ...]:
         """Where all blocks lie that a request may use, in order of history."""
         return self.units(self.given.get(request, ())) or self._places[request].blocks
+
+    def numbers_given(self, request: Request) -> tuple[int, ...]:
+        """The same blocks as the owner numbers them, by which maps know tokens."""
+        return self.given.get(request, ()) or self._places[request].blocks
 
     def units(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """Where the owner's blocks lie now.
@@ -184,7 +190,7 @@ class GivenManager(Manager):
         for request, place, count in zip(opening.requests, opening.places, opening.counts, strict=True):
             if count:
                 self.check_writable("step")
-                held = self.pages.held(request, self.blocks_given(request), place.slot)
+                held = self.pages.held(request, self.numbers_given(request), place.slot)
                 self.pages.check(held, place.length, place.length + count, "step")
                 self.pages.check_alone(request, place.length, place.length + count)
         taken: set[int] = set()
@@ -211,8 +217,10 @@ class GivenManager(Manager):
 
     def take_over(self, request: Request, place: RequestState, taken: TakenOver) -> None:
         """In the blocks that it was given."""
-        given = self.blocks_given(request) if request in self.given else self.coming
-        self.pages.check(self.pages.held(request, given, place.slot), 0, taken.length, "import_request")
+        known = request in self.given
+        given = self.blocks_given(request) if known else self.coming
+        numbers = self.numbers_given(request) if known else self.coming_numbers
+        self.pages.check(self.pages.held(request, numbers, place.slot), 0, taken.length, "import_request")
         if self.pages.coming is None:
             self.check_writable("import_request")
         coming = given[len(taken.blocks) :]

@@ -34,14 +34,25 @@ class Index:
         self._host = host_view(array)
         self._owners: Numbers = np.full(limit, -1, np.int64)
 
+    @property
+    def what(self) -> str:
+        """What has places: for messages."""
+        return "token" if self.said.of_tokens else self.said.of
+
     def places(self, numbers: Numbers) -> Numbers:
         """Of tokens or slots, as the owner has them now; -1 where there is none."""
+        said = self.said
+        at = numbers // said.page if said.of == "page" else numbers
         if self._host is not None:
-            found = self._host[numbers]
+            found = self._host[at]
         else:
             torch: Any = sys.modules["torch"]
-            found = to_numpy(self._array[torch.from_numpy(numbers).to(self._array.device)])
-        return np.where(found < self.said.first, -1, found).astype(np.int64)
+            found = to_numpy(self._array[torch.from_numpy(at).to(self._array.device)])
+        found = found.astype(np.int64)
+        if said.of == "page":
+            # The least place is that of the first page's first token.
+            found = np.where(found < 0, -1, found * said.page + numbers % said.page)
+        return np.where(found < said.first, -1, found)
 
     def check(self, numbers: Numbers, places: Numbers) -> None:
         """Refuse places that cannot be those of the numbers; -1 among them is for others to judge.
@@ -66,13 +77,13 @@ class Index:
             # Places are given out anew: only who still has one keeps it.
             others[others] = self.places(before[others]) == places[others]
             if others.any():
-                allowed = f"a place of its own, not that of {said.of} {before[others][0]}"
+                allowed = f"a place of its own, not that of {self.what} {before[others][0]}"
                 raise self._refused(numbers, places, others, allowed)
         self._owners[places] = numbers
         wrong = self._owners[places] != numbers
         if wrong.any():
             other = self._owners[places][wrong][0]
-            raise self._refused(numbers, places, wrong, f"a place of its own, not that of {said.of} {other}")
+            raise self._refused(numbers, places, wrong, f"a place of its own, not that of {self.what} {other}")
 
     def known(self, numbers: Numbers, places: Numbers) -> Any:
         """Which places were found to be those of the numbers, and still are."""
@@ -80,7 +91,7 @@ class Index:
         return inside & (self._owners[np.where(inside, places, 0)] == numbers)
 
     def _refused(self, numbers: Numbers, places: Numbers, wrong: Any, allowed: str) -> ShapeError:
-        got = f"place {places[wrong][0]} of {self.said.of} {numbers[wrong][0]}"
+        got = f"place {places[wrong][0]} of {self.what} {numbers[wrong][0]}"
         hint = "The map is another's, or not as it is while the owner waits."
         return ShapeError(got=got, where=f"map {self.said.name!r}", allowed=allowed, hint=hint)
 

@@ -39,7 +39,7 @@ class Field(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a request has: tables by (layer, role), blocks in order of history, and a slot, once it is known."""
+    """What a request has: tables by (layer, role), blocks in order of history as the owner numbers them, and a slot."""
 
     tables: Mapping[Key, Table]
     blocks: Sequence[int]
@@ -237,7 +237,7 @@ class Pages:
     def numbered(self, layer: int, role: str) -> bool:
         """Whether rows of a component are looked up by the number of their token."""
         index = self.kinds[layer, role].index if (layer, role) in self.kinds else None
-        return index is not None and index.said.of == "token"
+        return index is not None and index.said.of_tokens
 
     def check(self, held: Held, start: int, length: int, where: str) -> None:
         """Refuse a request without places of the rows from ``start`` on that live at ``length``, or with others'.
@@ -266,7 +266,7 @@ class Pages:
             places = index.places(numbers)
             if places.min() < 0:
                 raise OutOfBlocks(
-                    got=f"no place of {index.said.of} {numbers[places < 0][0]} in map {index.said.name!r}",
+                    got=f"no place of {index.what} {numbers[places < 0][0]} in map {index.said.name!r}",
                     where=where,
                     allowed=f"places of layers[{layer}].{role} for tokens {needed.start} to {needed.stop}",
                     hint="The engine gives places out, and says so in the map, before tokens are written or read.",
@@ -310,7 +310,7 @@ class Pages:
         # A rollback goes back no further in rings.
         floor = max(start, place.floor, place.length - state.plan.max_draft_tokens)
         content = read_rows(state.ops, state.pools, row, floor, growth="slot")
-        held = self.held(request, place.blocks, place.slot)
+        held = self.held(request, state.manager.numbers_given(request), place.slot)
         for key, kind in self.kinds.items():
             rows, positions = content[key]
             places = kind.places(held.tables.get(key, ()), held, positions)

@@ -5,6 +5,7 @@ What is looked up in tables of pages, or in maps, has no region there: rings are
 """
 
 from functools import cached_property
+from itertools import zip_longest
 from math import gcd
 from typing import Any
 
@@ -14,10 +15,9 @@ import numpy as np
 from kvcore.adoption.descriptor import Stretch, fields_of
 from kvcore.adoption.memory import Tensor, bytes_at, zeros_like
 from kvcore.arrays import to_numpy
-from kvcore.errors import SpecError
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools, fresh_unit
-from kvcore.spec.layout import FOREIGN, BlockLayout, Place
+from kvcore.spec.layout import FOREIGN, BlockLayout, Place, Steps
 
 
 class ForeignRegion(Region, frozen=True, kw_only=True, dict=True):
@@ -25,11 +25,13 @@ class ForeignRegion(Region, frozen=True, kw_only=True, dict=True):
 
     Attributes:
         fields: (field, bytes of it in a row, bytes of the block that hold it, its unit of steps).
-        stepping: such units from a row to the next, and from a head to the next.
+        stepping: such units from a row to the next, and from a head to the next; where the fields of a row step alike.
+        apart: how each field is stepped over, where they do not.
     """
 
     fields: tuple[tuple[str, int, int, int], ...]
     stepping: tuple[int, int]
+    apart: tuple[Steps, ...] = ()
 
     @cached_property
     def unit(self) -> BlockLayout:
@@ -39,8 +41,8 @@ class ForeignRegion(Region, frozen=True, kw_only=True, dict=True):
             layout=self.layout,
             rows=self.places * self.heads,
             places=tuple(
-                Place(field=name, buffer=name, base=0, stride=step, nbytes=nbytes)
-                for name, nbytes, _, step in self.fields
+                Place(field=name, buffer=name, base=0, stride=step, nbytes=nbytes, steps=steps)
+                for (name, nbytes, _, step), steps in zip_longest(self.fields, self.apart)
             ),
             buffers=tuple((name, span) for name, _, span, _ in self.fields),
         )
@@ -50,13 +52,14 @@ class ForeignRegion(Region, frozen=True, kw_only=True, dict=True):
         """As they were said."""
         return self.stepping
 
+    @property
+    def even(self) -> bool:
+        """Where the fields of a row step alike."""
+        return not self.apart
+
 
 def foreign_plan(plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch]) -> CachePlan:
-    """The plan with its rows where the stretches are.
-
-    Raises:
-        SpecError: fields of one row step so differently that no address names all of them.
-    """
+    """The plan with its rows where the stretches are."""
     regions: list[Region] = []
     for region in plan.regions:
         own = [
@@ -75,12 +78,7 @@ def foreign_plan(plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch]) -> 
             step = gcd(token, lines.head) if region.heads > 1 else token
             stepping.add((token // step, lines.head // step if region.heads > 1 else 1))
             fields.append((lines.field, stretch.nbytes, stretch.span, step))
-        if len(stepping) > 1:
-            raise SpecError(
-                got=f"fields of layers[{region.layer}].{region.role} in rows and heads of different order",
-                where="descriptor",
-                allowed="one order for all fields of a row",
-            )
+        uneven = len(stepping) > 1 or any(stretch.uneven for stretch in own)
         regions.append(
             ForeignRegion(
                 layer=region.layer,
@@ -93,6 +91,7 @@ def foreign_plan(plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch]) -> 
                 layout=FOREIGN,
                 fields=tuple(fields),
                 stepping=stepping.pop(),
+                apart=tuple(stretch.steps for stretch in own) if uneven else (),
             )
         )
     return msgspec.structs.replace(plan, layout=FOREIGN, regions=tuple(regions))

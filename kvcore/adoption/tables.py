@@ -2,8 +2,8 @@
 
 Names are those that LMCache gives vLLM's and SGLang's: ``NL`` layers, ``TWO`` keys and values, ``NB`` blocks, ``BS``
 rows of a block, ``NBBS`` both in one, ``NH`` heads, ``HS`` channels of a head, ``CS`` those of keys and then of values,
-``ONE`` an axis of one; ``X`` stands between what is a list and what is an axis. Strides are always the tensor's own, so
-that a permuted view (HND memory behind an NHD shape) is what it is.
+``ONE`` an axis of one, ``NC`` chunks of a block; ``X`` stands between what is a list and what is an axis. Strides are
+always the tensor's own, so that a permuted view (HND memory behind an NHD shape) is what it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,13 +36,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "NL_X_NB_BS_HS": ("NB", "BS", "HS"),
     "NL_X_NBBS_ONE_HS": ("NBBS", "ONE", "HS"),
     "NL_X_NB_BSV_BSS": ("NB", "BS", "HS"),
+    "NL_X_NB_NC_BSV_BSS": ("NB", "NC", "BS", "HS"),
     "NL_X_NB_BS_NH_HS": ("NB", "BS", "NH", "HS"),
 }
-"""Name -> axes of a tensor. The last is of recurrent states, the three before it are latent rows; ``BSV_BSS`` has the
-shape of ``NB_BS_HS``, and in a block the planes of a format one after the other: all rows' values, then all rows'
-scales."""
+"""Name -> axes of a tensor. The last is of recurrent states, the four before it are latent rows; ``BSV_BSS`` has the
+shape of ``NB_BS_HS``, and in a block, or in each of its chunks, the planes of a format one after the other: all rows'
+values, then all rows' scales."""
 
-PLANES = "NL_X_NB_BSV_BSS"
+PLANES = ("NL_X_NB_BSV_BSS", "NL_X_NB_NC_BSV_BSS")
 
 ONE_PART = "NL_X_NB_BS_NH_HS"
 
@@ -230,10 +231,14 @@ def _fit(regions: tuple[Region, ...], region: Region, tensor: Tensor, layout: st
             raise ShapeError(got=counts["NBBS"], where=where, allowed=f"a multiple of {region.rows} rows")
         counts |= {"NB": blocks, "BS": region.rows}
         steps |= {"NB": region.rows * steps["NBBS"], "BS": steps["NBBS"]}
+    rows, rest = divmod(region.rows, counts.get("NC", 1))
+    if "NC" in counts and (rest or rows < 2 or region.growth == "slot"):
+        got = f"{counts['NC']} chunks in a {'block' if region.growth == 'block' else 'ring or page'}"
+        raise ShapeError(got=got, where=where, allowed=f"chunks of some rows that {region.rows} of a block fill")
     size = region.format.row // element
     both = [one.format.row // element for one in regions if (one.layer, one.role) == (region.layer, region.role)]
     layers = len({one.layer for one in regions if one.role == region.role})
-    wanted = {"TWO": 2, "ONE": 1, "NL": layers, "BS": region.rows, "NH": region.heads, "HS": size, "CS": sum(both)}
+    wanted = {"TWO": 2, "ONE": 1, "NL": layers, "BS": rows, "NH": region.heads, "HS": size, "CS": sum(both)}
     if region.growth == "slot":
         # How many rows a ring or a page has is the owner's to choose.
         del wanted["BS"]
@@ -243,7 +248,7 @@ def _fit(regions: tuple[Region, ...], region: Region, tensor: Tensor, layout: st
             raise ShapeError(got=got, where=where, allowed=f"{count} along {axis}")
     if steps[axes[-1]] != element:
         raise ShapeError(got=f"{steps[axes[-1]]} bytes between channels", where=where, allowed=f"{element}: no gaps")
-    if layout == PLANES and steps["BS"] != region.format.row:
+    if layout in PLANES and steps["BS"] != region.format.row:
         raise ShapeError(got=f"{steps['BS']} bytes between rows", where=where, allowed="blocks without gaps")
     return Fit(counts, steps)
 
@@ -263,7 +268,7 @@ def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, sai
         if field.name == "pad":
             continue
         first, token = region.format.byte_range(field.name)[0], steps["BS"]
-        if said.name == PLANES:
+        if said.name in PLANES:
             first, token = planes[field.name].base, planes[field.name].stride
         found.append(
             Lines(
@@ -281,6 +286,8 @@ def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, sai
                 units=units,
                 rows=rows,
                 map=said.map,
+                chunk_rows=fit.counts["BS"] if "NC" in steps else 0,
+                chunk=steps.get("NC", 0),
             )
         )
     return found

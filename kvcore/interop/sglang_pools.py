@@ -11,8 +11,14 @@ from kvcore.interop.vllm_config import CODES
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window
 from kvcore.spec.presets import V41_FORMATS, v41_layer
 
-LATENTS = {"v4": "v4_584", "v41": "v41_528", "v41_fp4": "v41_fp4_288"}
-"""``KVLayout`` -> format of a row; those that interleave are no layouts of kvcore's pages."""
+LATENTS = {
+    "v4": "v4_584",
+    "v41": "v41_528",
+    "v41_fp4": "v41_fp4_288",
+    "v41_new": "v41_528",
+    "v41_fp4_new": "v41_fp4_288",
+}
+"""``KVLayout`` -> format of a row; ``new`` are those in which a row's scales follow it."""
 
 STATES = {4: True, 128: False}
 """Ratios of SGLang's compressed pools -> whether their windows overlap."""
@@ -87,10 +93,6 @@ def not_rows(pool: Any) -> str:
     method = getattr(getattr(pool, "quant_method", None), "name", "")
     if method == "nvfp4":
         return "Refused: nvfp4 has a scale of every layer beside those of a row, and no component of kvcore does."
-    if getattr(pool, "mxfp8_sf_interleaved", False):
-        return (
-            "Refused: scales of pages of 128 tokens lie in chunks of 32, in which no row is a step from the one before."
-        )
     return ""
 
 
@@ -219,6 +221,7 @@ READERS: dict[str, Callable[[Any, Given], list[LayerSpec]]] = {
     "MHATokenToKVPool": _by_heads,
     "SWAKVPool": _hybrid,
     "UnifiedMHATokenToKVPool": _by_heads,
+    "UnifiedSWAKVPool": _hybrid,
     "MHATokenToKVPoolMXFP8": _by_heads,
     "MHATokenToKVPoolFP4": _by_heads,
     "MLATokenToKVPool": _latent,

@@ -12,15 +12,24 @@ from kvcore.adoption.cache import describe
 from kvcore.adoption.descriptor import Descriptor, IndexMap, Lines
 from kvcore.errors import SpecError
 from kvcore.interop.sglang_pools import ONLINE, coded, not_rows, spec_from
-from kvcore.spec import CacheSpec
+from kvcore.spec import CacheSpec, Field
 
 VALUES_AND_SCALES = {"DeepSeekV4SingleKVPool": "kv_buffer", "DeepSeekV4IndexerPool": "index_k_with_scale_buffer"}
 """Pools of pages -> the attribute with a tensor [pages, bytes] for every layer."""
 
 
+PLANES, INTERLEAVED = "NL_X_NB_BSV_BSS", "NL_X_NB_BS_HS"
+"""Layouts of pages: values before scales, or each row with its own."""
+
+CHUNKS = "NL_X_NB_NC_BSV_BSS"
+"""Layout of pages of the full pool that have several of a smaller one."""
+
 WINDOWS = "full_to_swa"
 """Name of the map of tokens to slots of the windows' pool."""
 
+
+WORD = 4
+"""Scales of a row of MXFP8 that lie in chunks."""
 
 PAGES = "virtual_to_physical"
 """Name of the map of pages to where they lie in the unified memory pool."""
@@ -79,13 +88,14 @@ def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str] | Descriptor]:
         return list(pool.kv_buffer), {"entries": "NL_X_NBBS_ONE_HS"}
     if kind == "DSATokenToKVPool":
         keys = _pages(pool.index_k_with_scale_buffer, pool.page_size)
-        layout = {"entries": "NL_X_NBBS_ONE_HS", "index_keys": "NL_X_NB_BSV_BSS"}
+        layout = {"entries": "NL_X_NBBS_ONE_HS", "index_keys": PLANES}
         return [one for pair in zip(pool.kv_buffer, keys, strict=True) for one in pair], layout
     reasons = {
         "SWAKVPool": "rows of sliding layers lie where full_to_swa_index_mapping says, which mapped_from gives too",
         "DeepSeekV4TokenToKVPool": "windows lie where full_to_swa_index_mapping says, which mapped_from gives too",
         "UnifiedMHATokenToKVPool": "pages lie where its allocator's table says, which unified_from gives too",
         "UnifiedMLATokenToKVPool": "pages lie where its allocator's table says, which unified_from gives too",
+        "UnifiedSWAKVPool": "pages lie where its allocators' tables say, which unified_from gives too",
         "HybridLinearKVPool": "states belong to slots of the request pool, not to it",
     }
     allowed = "MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool, and those with codes in MXFP8 or FP4"
@@ -123,32 +133,60 @@ def mapped_from(pool: Any, spec: CacheSpec) -> Mapped:
     return Mapped(tensors, descriptor, {WINDOWS: array})
 
 
-def unified_from(pool: Any, allocator: Any) -> Mapped:
-    """Tensors, descriptor and map of keys and values, or of latent rows, in SGLang's unified memory pool.
+def unified_from(pool: Any, allocator: Any, spec: CacheSpec | None = None) -> Mapped:
+    """Tensors, descriptor and maps of keys and values, or of latent rows, in SGLang's unified memory pool.
 
-    All layers of a slot lie together, and pages where a table of the allocator's says, which changes as it moves them
-    to make room for others. A request's blocks are pages as the scheduler numbers them.
+    All layers of a slot lie together, and pages where tables of the allocator's say, which change as it moves them to
+    make room for others. A request's blocks are pages as the scheduler numbers them; sliding layers have a table of
+    their own for the same numbers.
 
     Args:
-        pool: ``UnifiedMHATokenToKVPool`` or ``UnifiedMLATokenToKVPool``, whose spec ``spec_from`` gives.
-        allocator: its ``MultiEndedAllocator``.
+        pool: ``UnifiedMHATokenToKVPool``, ``UnifiedMLATokenToKVPool`` or ``UnifiedSWAKVPool``.
+        allocator: its ``MultiEndedAllocator``, or the ``UnifiedSWATokenToKVPoolAllocator`` of both.
+        spec: ``spec_from(pool, window=...)``; None where the pool says all of it.
 
     Raises:
         SpecError: another pool, or slots that several ranks share.
     """
     kind = type(pool).__name__
+    spec = spec_from(pool) if spec is None else spec
+    if kind == "UnifiedSWAKVPool":
+        both = allocator.full_attn_allocator, allocator.swa_attn_allocator
+        full, sliding = (_table(one, pool.page_size) for one in both)
+        page = pool.page_size
+        said = [
+            IndexMap(name=PAGES, of="block", count=len(full), first=both[0].min_page_index),
+            IndexMap(
+                name=WINDOWS,
+                of="page",
+                count=len(sliding),
+                page=page,
+                first=both[1].min_page_index * page,
+                aligned=True,
+            ),
+        ]
+        tensors, layout = _of_heads(pool)
+        return Mapped(tensors, describe(spec, tensors, layout, maps=said), {PAGES: full, WINDOWS: sliding})
     if kind not in UNIFIED:
-        raise SpecError(got=kind, where="unified_from", allowed=" or ".join(UNIFIED))
-    if allocator.page_size != pool.page_size:
-        got = f"pages of {allocator.page_size} tokens in {pool.page_size} slots"
-        raise SpecError(got=got, where="unified_from", allowed="a slot for every token: each rank has all of them")
+        raise SpecError(got=kind, where="unified_from", allowed=", ".join((*UNIFIED, "UnifiedSWAKVPool")))
+    table = _table(allocator, pool.page_size)
     role, attributes, name = UNIFIED[kind]
     lists = [list(getattr(pool, attribute)) for attribute in attributes]
-    table = allocator.virtual_to_physical
-    said = IndexMap(name=PAGES, of="block", count=len(table), first=allocator.min_page_index)
+    said = [IndexMap(name=PAGES, of="block", count=len(table), first=allocator.min_page_index)]
     tensors = lists if len(lists) > 1 else lists[0]
-    descriptor = describe(spec_from(pool), tensors, {role: f"blocks {PAGES} {name}"}, maps=[said])
-    return Mapped(tensors, descriptor, {PAGES: table})
+    return Mapped(tensors, describe(spec, tensors, {role: f"blocks {PAGES} {name}"}, maps=said), {PAGES: table})
+
+
+def _table(allocator: Any, page: int) -> Any:
+    """An allocator's table of pages to where they lie.
+
+    Raises:
+        SpecError: its pages are of other slots than the pool's.
+    """
+    if allocator.page_size != page:
+        got = f"pages of {allocator.page_size} tokens in {page} slots"
+        raise SpecError(got=got, where="unified_from", allowed="a slot for every token: each rank has all of them")
+    return allocator.virtual_to_physical
 
 
 def _of_codes(pool: Any) -> tuple[list[Any], Descriptor]:
@@ -163,30 +201,55 @@ def _of_codes(pool: Any) -> tuple[list[Any], Descriptor]:
     for layer, role, component in spec.components():
         for part, (name, codes, scales) in zip(component.parts, both, strict=True):
             for field, held in zip(part.format.fields, (codes[layer], scales[layer]), strict=True):
-                slot = held.stride(0) * held.element_size()
-                if slot != part.heads * field.nbytes or not held.is_contiguous():
-                    got = f"{field.name} of shape {tuple(held.shape)}"
-                    raise SpecError(got=got, where="tensors_from", allowed=f"{part.heads * field.nbytes} bytes a slot")
-                place = {"offset": 0, "block": pool.page_size * slot, "token": slot, "head": field.nbytes}
+                place = _chunked if held.ndim > 3 else _by_slots
                 which = {"layer": layer, "role": role, "part": name, "field": field.name}
-                lines.append(Lines(**which, tensor=str(len(tensors)), **place))
+                steps = place(held, field, part.heads, pool.page_size)
+                lines.append(Lines(**which, tensor=str(len(tensors)), offset=0, **steps))
                 tensors.append(held)
     blocks = len(tensors[0]) // pool.page_size
     return tensors, Descriptor(block_tokens=pool.page_size, blocks=blocks, lines=lines)
 
 
+def _by_slots(held: Any, field: Field, heads: int, page: int) -> dict[str, Any]:
+    """Steps of a field of all heads of a slot, one slot after another."""
+    slot = held.stride(0) * held.element_size()
+    if slot != heads * field.nbytes or not held.is_contiguous():
+        got = f"{field.name} of shape {tuple(held.shape)}"
+        raise SpecError(got=got, where="tensors_from", allowed=f"{heads * field.nbytes} bytes a slot")
+    return {"block": page * slot, "token": slot, "head": field.nbytes}
+
+
+def _chunked(held: Any, field: Field, heads: int, page: int) -> dict[str, Any]:
+    """Steps of MXFP8's scales in pages [heads, rows of a chunk, chunks, scales]: row r is in chunk r div 32."""
+    _, _, rows, chunks, scales = held.shape
+    # Its kernels move four scales as one word, and know no others.
+    if held.shape[1:] != (heads, rows, page // rows, field.nbytes) or scales != WORD or not held.is_contiguous():
+        got = f"{field.name} of shape {tuple(held.shape)}"
+        allowed = f"pages of [{heads}, rows, chunks, {WORD}]: heads of {WORD * 32} channels"
+        raise SpecError(got=got, where="tensors_from", allowed=allowed)
+    line = chunks * scales
+    return {
+        "block": heads * page * scales,
+        "token": line,
+        "head": page * scales,
+        "chunk_rows": rows,
+        "chunk": scales,
+    }
+
+
 def _of_heads(pool: Any) -> tuple[list[Any], dict[str, str]]:
-    """(keys and values of every layer, layouts) of a ``SWAKVPool``."""
+    """(keys and values of every layer, layouts) of a ``SWAKVPool``, or of one in the unified memory pool."""
+    unified = type(pool).__name__.startswith("Unified")
+    words = {False: f"blocks {PAGES} " if unified else "", True: f"pages {WINDOWS} "}
     tensors: list[Any] = []
     layout: dict[str, str] = {}
     for number, (place, sliding) in sorted(pool.layers_mapping.items()):
         held = pool.swa_kv_pool if sliding else pool.full_kv_pool
-        (keys, values), _ = tensors_from(held)
+        (keys, values), _ = ([held.k_buffer, held.v_buffer], None) if unified else tensors_from(held)
         pair = [keys[place], values[place]]
-        rows = held.kv_cache_layout == "nhd"
+        rows = unified or held.kv_cache_layout == "nhd"
         tensors.append([one.unflatten(0, (-1, held.page_size)) for one in pair] if rows else pair)
-        word = f"pages {WINDOWS} " if sliding else ""
-        layout[f"{number}.kv"] = f"{word}NL_X_TWO_X_NB_BS_NH_HS"
+        layout[f"{number}.kv"] = f"{words[sliding]}NL_X_TWO_X_NB_BS_NH_HS"
     return tensors, layout
 
 
@@ -201,9 +264,7 @@ def _of_v4(pool: Any, spec: CacheSpec) -> tuple[list[Any], dict[str, str]]:
         raise SpecError(got=got, where="mapped_from", allowed=f"{pool.swa_page_size}, as the allocator gives out")
     tensors: list[Any] = []
     layout = {
-        "window": f"pages {WINDOWS} NL_X_NB_BSV_BSS",
-        "entries": "NL_X_NB_BSV_BSS",
-        "index_keys": "NL_X_NB_BSV_BSS",
+        "window": f"pages {WINDOWS} {_laid(pool.swa_kv_pool)}",
         "state": "rings NL_X_NB_BS_NH_HS",
     }
     windows = pages_of(pool.swa_kv_pool)
@@ -219,11 +280,19 @@ def _of_v4(pool: Any, spec: CacheSpec) -> tuple[list[Any], dict[str, str]]:
             elif role in ("entries", "index_keys"):
                 held = (pool.kv_pools if role == "entries" else pool.index_pools)[item.compress_ratio]
                 rows = spec.block_tokens // component.tokens_per_row
-                if held.page_size != rows:
+                chunks, rest = divmod(rows, held.page_size)
+                if rest or getattr(held, "index_k_page8", False):
                     got = f"layers[{number}].{role} in pages of {held.page_size} rows"
-                    allowed = f"{rows}, those of a page of the full pool: others do not follow one another evenly"
+                    got += "" if rest else ", eight of which lie together"
+                    allowed = f"pages that {rows} rows, those of a page of the full pool, fill"
                     raise SpecError(got=got, where="mapped_from", allowed=allowed)
-                tensors.append(pages_of(held)[item.compress_layer_id][:blocks])
+                pages = pages_of(held)[item.compress_layer_id]
+                layout[f"{number}.{role}"] = _laid(held)
+                if chunks > 1:
+                    # DeepSeek-V4.1's index keys: a page of the full pool has a run of theirs.
+                    pages = pages[: blocks * chunks].unflatten(0, (-1, chunks))
+                    layout[f"{number}.{role}"] = CHUNKS
+                tensors.append(pages[:blocks])
             else:
                 indexers = role == "index_tail"
                 held = pool.indexer_compress_state_pools if indexers else pool.compress_state_pools
@@ -234,8 +303,16 @@ def _of_v4(pool: Any, spec: CacheSpec) -> tuple[list[Any], dict[str, str]]:
     return tensors, layout
 
 
+def _laid(pool: Any) -> str:
+    """The layout of one of DeepSeek-V4's pools: a page's scales behind its values, or each row's behind its own."""
+    name = getattr(pool, "kv_layout", None)
+    return INTERLEAVED if str(getattr(name, "value", name)).endswith("_new") else PLANES
+
+
 def pages_of(pool: Any) -> list[Any]:
-    """Pages [pages, rows, bytes of a row] of every layer of one of DeepSeek-V4's pools, for ``NL_X_NB_BSV_BSS``.
+    """Pages [pages, rows, bytes of a row] of every layer of one of DeepSeek-V4's pools.
+
+    They are ``NL_X_NB_BSV_BSS``, and ``NL_X_NB_BS_HS`` where the pool's layout interleaves (``v41_new``).
 
     Args:
         pool: ``DeepSeekV4SingleKVPool`` (windows or entries) or ``DeepSeekV4IndexerPool``.

@@ -71,12 +71,14 @@ def _follows(last: Lines, one: Lines) -> bool:
 def move(
     plan: CachePlan, pools: Pools, pages: Any, strips: Sequence[Strip], units: Any, *, store: bool = False
 ) -> bool:
-    """``Ops.move_strips`` in host memory; False, and nothing is done, where something lies elsewhere."""
+    """``Ops.move_strips`` in host memory; False, and nothing is done, where something lies elsewhere, or unevenly."""
     outside = host_view(pages)
     written = [outside]
     held: dict[str, Array] = {}
     for strip in strips:
         for region in plan.region(strip.layer, strip.role):
+            if not region.even:
+                return False
             for name, _ in region.buffers.values():
                 view = host_view(pools[name])
                 if view is None:
@@ -282,6 +284,8 @@ def rows_in_place(plan: CachePlan, pools: Pools, layer: int, role: str) -> list[
     found: list[tuple[Array, int]] = []
     first = 0
     for region in plan.region(layer, role):
+        if not region.even:
+            return None
         size = region.heads * region.format.row
         (name, _), *others = region.buffers.values()
         line, *more = lines_of(region)
@@ -331,6 +335,8 @@ def _fields(plan: CachePlan, layer: int, role: str) -> list[Field] | None:
     found: list[Field] = []
     offset = 0
     for region in plan.region(layer, role):
+        if not region.even:
+            return None
         size, (row_step, head_step) = region.format.row, region.steps
         lines = lines_of(region)
         # Zeros that are not stored may be the rest of a word, as those behind the last one are.

@@ -12,6 +12,7 @@ are one run wherever the ring has wrapped.
 """
 
 from functools import cache
+from typing import Any
 
 import msgspec
 
@@ -36,12 +37,37 @@ WORDS = "words"
 """Buffer of ``tpu_tile`` that holds the scales of rows whose codes lie in another: 32-bit words, a lane each."""
 
 
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """How a field is stepped over in a unit that somebody else laid out; all but ``chunk_rows`` are bytes.
+
+    Attributes:
+        row: from a row of a chunk to the next.
+        head: from a head to the next.
+        chunk_rows: rows of a chunk; those of a unit where it has no chunks.
+        chunk: from a chunk to the next.
+        byte: from a byte of the field to the next.
+    """
+
+    row: int
+    head: int
+    chunk_rows: int
+    chunk: int
+    byte: int
+
+    def start(self, row: Any) -> Any:
+        """Bytes from row 0 to a row, or to each of several."""
+        return row // self.chunk_rows * self.chunk + row % self.chunk_rows * self.row
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where one field of a block's rows lies.
 
     Byte k of the field in row r is at ``base + r * stride + k`` of the block's part of ``buffer``, or, where ``split``
     is set (16-bit fields on TPU), low bytes follow high bytes: byte k of element e is at
     ``base + r * stride + (1 - k) * elements + e``.
+
+    Attributes:
+        steps: in the stride's place where rows, heads and bytes lie at steps of the field's own; see ``Region.even``.
     """
 
     field: str
@@ -50,6 +76,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     stride: int
     nbytes: int
     split: bool = False
+    steps: Steps | None = None
 
 
 class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):

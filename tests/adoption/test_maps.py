@@ -353,10 +353,16 @@ BAD = {
         ),
         "a map of blocks, or none",
     ),
-    "a map of blocks beside others": (
-        lambda d: msgspec.structs.replace(d, maps=[SWA, IndexMap(name="moved", of="block", count=9)]),
-        "one that is alone",
+    "a map of blocks that no line names": (
+        lambda d: msgspec.structs.replace(d, maps=[SWA, IndexMap(name="moved", of="block", count=1)]),
+        "one that the lines of history name",
     ),
+    "a map of blocks of more tokens than another has": (
+        lambda d: msgspec.structs.replace(d, maps=[SWA, IndexMap(name="moved", of="block", count=BLOCKS + 1)]),
+        "one for each token",
+    ),
+    "too few pages": (lambda d: changed(d, of="page", count=BLOCKS - 1), "one for each page"),
+    "a map of pages that is not aligned": (lambda d: changed(d, of="page", aligned=False), "an aligned one"),
     "rings of pages whose places do not follow": (lambda d: changed(d, aligned=False), "which is aligned"),
     "rings of pages that are too short": (lambda d: line_of(d, rows=2), "2 pages of|10 pages of 2 rows"),
 }

@@ -238,22 +238,102 @@ def deepseek(monkeypatch, *, online):
     return Owner(pool, page, 12 * page, 8 * page)
 
 
-def test_index_keys_in_pages_of_another_size_are_refused_by_name():
-    kind = type("DeepSeekV4TokenToKVPool", (SimpleNamespace,), {})
-    page = type("DeepSeekV4SingleKVPool", (SimpleNamespace,), {})
-    latents = page(
-        page_size=256, kv_buffer=[torch.zeros(5, 256 * 288, dtype=torch.uint8)] * 2, get_bytes_per_token=lambda: 288
-    )
-    pool = kind(
-        compression_ratios=[1], sources_by_ratio={1: [0]}, sliding_window=128, page_size=256, swa_page_size=256,
-        qk_nope_head_dim=448, qk_rope_head_dim=64, indexer_head_dim=128, kv_layout=SimpleNamespace(value="v41"),
-        compressed_kv_layout=lambda _: SimpleNamespace(value="v41_fp4"), swa_kv_pool=latents, kv_pools={1: latents},
-        index_pools={1: SimpleNamespace(page_size=64)}, full_to_swa_index_mapping=torch.zeros(5 * 256 + 1),
-        layer_mapping=[SimpleNamespace(compress_ratio=1, compress_layer_id=0)],
+def deepseek_v41(monkeypatch, layout, keys=64):
+    """A ``DeepSeekV4TokenToKVPool`` of V4.1: two layers read the pools of a source, one has pairs that wait."""
+    monkeypatch.setattr(latent, "get_spec", lambda: SimpleNamespace(speculative_algorithm=None), raising=False)
+    monkeypatch.setattr(latent, "DSV41_INDEX_PAGE_SIZE", keys)
+    kind = latent.DeepSeekV4TokenToKVPool
+    pool = kind.__new__(kind)
+    page, ratios = 256, [0, 1, 1, 2, 2]
+    vars(pool).update(
+        page_size=page, swa_page_size=page, sliding_window=128, device="cpu", compression_ratios=ratios,
+        qk_nope_head_dim=448, qk_rope_head_dim=64, indexer_head_dim=128, num_req_slots=4, _unified_kv=False,
+        uniform_fp8=False, kv_layout=latent.KVLayout(layout), compressed_kv_layout_option=None, _stage_start=0,
+        _stage_end=len(ratios), online_mtp_max_draft_tokens=0, layer_transfer_counter=None, full_size=12 * page,
+        sources_by_ratio=latent.collect_sources_by_ratio(ratios, [1, 3], range(len(ratios))), request_window=None,
+        swa_req_ring_size=None, compressed_pool_configs={},
     )  # fmt: skip
-    spec = sglang.spec_from(pool, index={"heads": 32, "topk": 512})
-    with pytest.raises(SpecError, match=r"index_keys in pages of 64 rows; allowed: 256"):
-        mapped_from(pool, spec)
+    memory = {"dtype": torch.float8_e4m3fn, "device": "cpu", "enable_memory_saver": False}
+    sizes = {"page_size": page, "layer_num": len(ratios), "global_page_size": page}
+    pool.swa_kv_pool = pool._make_kv_pool(size=8 * page, kv_layout=pool.kv_layout, **sizes, **memory)
+    pool._init_compressed_pools(
+        stage_ratios=ratios, page_size=page, enable_hisparse=False, kv_pool_cls=latent.DeepSeekV4SingleKVPool, **memory
+    )
+    pool._init_compressed_layer_mapping()
+    pool._init_paged_compress_states(False)
+    for held in (pool.swa_kv_pool, *pool.kv_pools.values()):
+        for tensor in held.kv_buffer:
+            random(tensor)
+    for held in pool.index_pools.values():
+        for tensor in held.index_k_with_scale_buffer:
+            random(tensor)
+    for held in pool.compress_state_pools:
+        if held is not None:
+            held.kv_score_buffer.kv_score.normal_()
+    return Owner(pool, page, 12 * page, 8 * page)
+
+
+@pytest.mark.parametrize(("layout", "keys"), [("v41", 64), ("v41_new", 128)])
+def test_all_of_a_deepseek_v4_1_pool(monkeypatch, layout, keys):
+    owner = deepseek_v41(monkeypatch, layout, keys)
+    pool, length = owner.pool, 301
+    slots = owner.extend(length)
+    spec = sglang.spec_from(pool, index={"heads": 2, "topk": 4})
+    cache = adopted(owner, spec)
+    request = cache.admit(blocks=owner.blocks(slots), slot=2, length=length)
+    with cache.step({request: 0}) as step:
+        raw = {role: [step.layer(number).gather_rows(role) for number in (1, 3)] for role in ("index_keys", "entries")}
+        window, tail = step.layer(4).gather_rows("window"), step.layer(3).gather_rows("tail")
+    for place, ratio in enumerate((1, 2)):
+        # Rows of a ratio lie at the slot of their first token divided by it, in every pool of that ratio.
+        places = slots[: length // ratio * ratio : ratio] // ratio
+        rows = raw["index_keys"][place].rows[0, : len(places)]
+        payload, scales = pool.index_pools[ratio].get_index_k_fp4(0, places)
+        assert torch.equal(rows[:, :64], payload.view(torch.uint8))
+        assert torch.equal(rows[:, 64:].contiguous().view(torch.int32)[:, 0], scales)
+        held = pool.kv_pools[ratio]
+        data, base, scale = held.kv_layout.row_addressing(held.page_size)
+        for row, slot in zip(raw["entries"][place].rows[0].tolist(), places.tolist(), strict=False):
+            page, at = divmod(slot, held.page_size)
+            line = held.kv_buffer[0][page].view(torch.uint8)
+            assert row[:256] == line[at * data :][:256].tolist()
+            assert row[256:] == line[base + at * scale :][:32].tolist()
+    data, base, scale = pool.kv_layout.row_addressing(256)
+    swa_slots = pool.translate_loc_from_full_to_swa(slots)
+    for row, position in zip(window.rows[0], window.positions[0].tolist(), strict=True):
+        page, at = divmod(int(swa_slots[position]), 256)
+        line = pool.swa_kv_pool.kv_buffer[4][page].view(torch.uint8)
+        assert row.tolist() == [*line[at * data :][:512].tolist(), *line[base + at * scale :][:16].tolist()]
+    # The pair that waits is where SGLang looks for it.
+    states = pool.get_attention_compress_states(3)
+    at = tail.positions[0][tail.positions[0] >= 0].long()
+    places = states.translate_from_req_position_to_state_loc(torch.full_like(at, 2), at)
+    held = states.get_state_by_state_loc(places).kv_score
+    assert at.tolist() == [length - 1]
+    assert torch.equal(tail.rows[0][: len(at)].contiguous().view(torch.float32), held)
+    # Out, and back under another slot, into places that the allocator gives out: SGLang reads the same keys there.
+    blob = moved(spec, cache, request)
+    others = owner.extend(length)
+    again = cache.import_request(blob, into=cache.admit(blocks=owner.blocks(others), slot=0))
+    assert cache.digest([again]) == cache.digest([request])
+    for ratio in (1, 2):
+        both = [
+            pool.index_pools[ratio].get_index_k_fp4(0, some[: length // ratio * ratio : ratio] // ratio)
+            for some in (slots, others)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+
+
+def test_index_keys_that_are_no_rows_in_order_are_refused_by_name(monkeypatch):
+    owner = deepseek_v41(monkeypatch, "v41")
+    spec = sglang.spec_from(owner.pool, index={"heads": 2, "topk": 4})
+    keys = owner.pool.index_pools[1]
+    keys.index_k_page8 = True
+    with pytest.raises(SpecError, match=r"pages of 64 rows, eight of which lie together"):
+        mapped_from(owner.pool, spec)
+    keys.index_k_page8, keys.page_size = False, 96
+    with pytest.raises(SpecError, match=r"index_keys in pages of 96 rows; allowed: pages that 256 rows"):
+        mapped_from(owner.pool, spec)
 
 
 @pytest.mark.parametrize("online", [False, True])

@@ -40,6 +40,7 @@ OWN = {
         "srt.mem_cache.allocator.paged",
         "srt.mem_cache.allocator.swa",
         "srt.mem_cache.allocator.token",
+        "srt.mem_cache.allocator.unified_hybrid_swa",
         "srt.mem_cache.allocator.unified_sub_pool",
         "srt.mem_cache.base_swa_memory_pool",
         "srt.mem_cache.deepseek_v4_compress_state",

@@ -9,6 +9,7 @@ from kvcore.backends.reference import encoding
 from kvcore.ops import StepIndex
 from kvcore.plan import Region
 from kvcore.pools import Pools
+from kvcore.spec import Place
 
 
 def locate(region: Region, index: StepIndex, request: int, number: int) -> tuple[int, int]:
@@ -31,13 +32,11 @@ def load(pools: Pools, region: Region, unit: int, row: int) -> np.ndarray:
     rows = np.zeros((region.heads, region.format.row), np.uint8)
     if unit < 0:
         return rows
-    row_step, head_step = region.steps
     for place in region.unit.places:
         first, last = region.format.byte_range(place.field)
         buffer = pools[region.buffers[place.buffer][0]][unit]
         for head in range(region.heads):
-            start = place.base + (row * row_step + head * head_step) * place.stride
-            stored = buffer[start : start + place.nbytes]
+            stored = buffer[_bytes_of(region, place, row, head)]
             rows[head, first:last] = join_bytes(stored) if place.split else stored
     return rows
 
@@ -46,16 +45,25 @@ def store(pools: Pools, region: Region, unit: int, row: int, rows: np.ndarray) -
     """Write canonical rows [heads, row_bytes] at one position or entry, in every copy; nothing where the unit is -1."""
     if unit < 0:
         return pools
-    row_step, head_step = region.steps
     for place in region.unit.places:
         first, last = region.format.byte_range(place.field)
         buffer = pools[region.buffers[place.buffer][0]][unit]
         for head in range(region.heads):
             stored = rows[head, first:last]
             for copy in range(row, region.places, region.rows):
-                start = place.base + (copy * row_step + head * head_step) * place.stride
-                buffer[start : start + place.nbytes] = split_bytes(stored) if place.split else stored
+                buffer[_bytes_of(region, place, copy, head)] = split_bytes(stored) if place.split else stored
     return pools
+
+
+def _bytes_of(region: Region, place: Place, row: int, head: int) -> slice:
+    """Where a field of a head's row lies in a unit."""
+    steps = place.steps
+    if steps is None:
+        row_step, head_step = region.steps
+        start = place.base + (row * row_step + head * head_step) * place.stride
+        return slice(start, start + place.nbytes)
+    start = place.base + steps.start(row) + head * steps.head
+    return slice(start, start + (place.nbytes - 1) * steps.byte + 1, steps.byte)
 
 
 def split_bytes(stored: np.ndarray) -> np.ndarray:

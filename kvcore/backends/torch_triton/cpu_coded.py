@@ -111,7 +111,7 @@ def possible(regions: Any) -> bool:
     """Whether C decodes the rows of a layer's regions, which lie alike then."""
     keys, values = regions
     alike = (keys.heads, keys.growth, keys.rows) == (values.heads, values.growth, values.rows)
-    placed = not any(place.split for region in regions for place in region.unit.places)
+    placed = all(region.even and not any(place.split for place in region.unit.places) for region in regions)
     return alike and placed and all(fits(region.format) for region in regions)
 
 

@@ -196,7 +196,7 @@ def lines(ops, pools, region) -> Lines | None:
 def lines_of(pool, region, stored: torch.dtype) -> Lines | None:
     """The rows of a pool of ``stored`` elements."""
     (first,) = region.unit.places
-    if first.split or pool.is_cuda:
+    if first.split or not region.even or pool.is_cuda:
         return None
     size, (row, head) = stored.itemsize, (each * first.stride for each in region.steps)
     begin, step = pool.storage_offset() + first.base, pool.stride(0)

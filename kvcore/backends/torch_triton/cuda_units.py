@@ -239,8 +239,8 @@ class Run(NamedTuple):
 
 
 def runs(region: Region) -> tuple[Run, ...] | None:
-    """Runs of a region's rows, which together are the whole row; None where bytes of an element lie apart."""
-    return _runs(region.unit)
+    """Runs of a region's rows, which together are the whole row; None where rows, or bytes of an element, lie apart."""
+    return _runs(region.unit) if region.even else None
 
 
 @cache

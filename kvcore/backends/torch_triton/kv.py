@@ -92,7 +92,7 @@ def _bulk(layer, pools, region, index, positions):
     It is what a real model's decode step waits for: whole blocks through the table, no work per row.
     """
     (first, *others), (value, *more) = region.unit.places, region.format.fields
-    if others or more or value.group is not None or first.split or value.code not in DTYPES:
+    if others or more or value.group is not None or first.split or not region.even or value.code not in DTYPES:
         return None
     if layer.component("kv").span is not None:
         return None

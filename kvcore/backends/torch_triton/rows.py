@@ -5,6 +5,7 @@ asks the device for a value: on a GPU a step can be queued, or captured, without
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -42,23 +43,37 @@ def locate(
     return torch.where(known & (column < columns), unit, -1).long(), row
 
 
-def field(pools: Pools, region: Region, place: Place) -> tuple[torch.Tensor, int, int]:
-    """(view [n, heads, elements] of a field's bytes, windows from unit to unit, windows from row to row).
+def field(pools: Pools, region: Region, place: Place) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
+    """(view [n, heads, elements] of a field's bytes, number of the window at a unit and a row).
 
-    Window ``unit * a + row * b`` of the view is the field at that place, in the widest elements that its addresses are
-    multiples of. Windows overlap: read and write them by window number only.
+    A window of the view is the field at that place, in the widest elements that its addresses are multiples of.
+    Windows overlap: read and write them by window number only.
     """
-    pool = pools[region.buffers[place.buffer][0]]
-    row_bytes, head_bytes = (step * place.stride for step in region.steps)
+    pool, steps = pools[region.buffers[place.buffer][0]], place.steps
     unit_bytes, first = pool.stride(0), pool.storage_offset() + place.base
-    width = math.gcd(first, place.stride, unit_bytes, place.nbytes, 8)
-    grain = math.gcd(unit_bytes, row_bytes)
-    span = (region.places - 1) * row_bytes
+    if steps is None:
+        row_bytes, head_bytes = (step * place.stride for step in region.steps)
+        wide = place.stride, place.nbytes
+        chunk_rows, chunk, byte = region.places, 0, 1
+    else:
+        row_bytes, head_bytes = steps.row, steps.head
+        chunk_rows, chunk, byte = steps.chunk_rows, steps.chunk, steps.byte
+        wide = row_bytes, head_bytes, chunk, place.nbytes if byte == 1 else 1
+    width = math.gcd(first, unit_bytes, *wide, 8)
+    grain = math.gcd(unit_bytes, row_bytes, chunk)
+    span = (region.places - 1) // chunk_rows * chunk + (min(region.places, chunk_rows) - 1) * row_bytes
     windows = ((len(pool) - 1) * unit_bytes + span) // grain + 1 if len(pool) else 0
     view = pool.view(ELEMENTS[width]).as_strided(
-        (windows, region.heads, place.nbytes // width), (grain // width, head_bytes // width, 1), first // width
+        (windows, region.heads, place.nbytes // width), (grain // width, head_bytes // width, byte), first // width
     )
-    return view, unit_bytes // grain, row_bytes // grain
+
+    def window(unit: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        if not chunk:
+            return unit * (unit_bytes // grain) + row * (row_bytes // grain)
+        inside = row // chunk_rows * (chunk // grain) + row % chunk_rows * (row_bytes // grain)
+        return unit * (unit_bytes // grain) + inside
+
+    return view, window
 
 
 def load(pools: Pools, region: Region, unit: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -68,8 +83,8 @@ def load(pools: Pools, region: Region, unit: torch.Tensor, row: torch.Tensor) ->
     rows = unit.new_zeros((len(unit), region.heads, region.format.row), dtype=torch.uint8)
     for place in region.unit.places:
         first, last = region.format.byte_range(place.field)
-        view, unit_step, row_step = field(pools, region, place)
-        stored = view.index_select(0, unit * unit_step + row * row_step).view(torch.uint8)
+        view, window = field(pools, region, place)
+        stored = view.index_select(0, window(unit, row)).view(torch.uint8)
         stored = join_bytes(stored) if place.split else stored
         if place.nbytes == region.format.row:
             rows = stored
@@ -92,11 +107,11 @@ def store(pools: Pools, region: Region, unit: torch.Tensor, row: torch.Tensor, r
     unit, row, rows = torch.where(some, unit[source], 0), torch.where(some, row[source], 0), rows[source]
     for place in region.unit.places:
         first, last = region.format.byte_range(place.field)
-        view, unit_step, row_step = field(pools, region, place)
+        view, window = field(pools, region, place)
         stored = split_bytes(rows[:, :, first:last]) if place.split else rows[:, :, first:last]
         stored = torch.where(some, encoding.reinterpret(stored, view.dtype), view[:1])
         for copy in range(region.copies):
-            view.index_copy_(0, unit * unit_step + (row + copy * region.rows) * row_step, stored)
+            view.index_copy_(0, window(unit, row + copy * region.rows), stored)
     return pools
 
 
