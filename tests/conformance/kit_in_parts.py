@@ -5,7 +5,8 @@
 
 16 cores end in minutes what takes one process hours. Processes take checks of one plan at a time, which share compiled
 code; one whose device is lost to an error is replaced. What has ended when the time is up is reported, and the exit
-status is then 2 (1: some check fails). A race that the interpreter of TPU kernels sees fails its check.
+status is then 2 (1: some check fails). OUT is written as checks end, so that what is broken off loses little and goes
+on with --resume. A race that the interpreter of TPU kernels sees fails its check.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import msgspec
 from kvcore import environment, parity
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import Check, checks_of
-from kvcore.parity.records import Record
+from kvcore.parity.records import Record, Report
 from kvcore.parity.run import Subject, check_backends, report_of
 from kvcore.plugins import registry
 
@@ -77,20 +78,16 @@ def begin(backend: str, device: str, gpu: int | None = None) -> None:
     _subjects[:] = [Subject(registry().backends[backend], device or None)]
 
 
-def run(ids: list[str]) -> list[bytes]:
-    """The records of some checks of one plan; no more after an error that the device does not get over."""
-    found: list[bytes] = []
-    for one in ids:
-        told = io.StringIO()
-        with contextlib.redirect_stdout(told):
-            records = check_backends(_checks[one], _subjects)
-        if RACE in told.getvalue():
-            seen = next(line for line in told.getvalue().splitlines() if RACE in line)
-            records = [msgspec.structs.replace(record, status="error", detail=seen) for record in records]
-        found += map(msgspec.json.encode, records)
-        if any(record.status == "error" for record in records) and lost():
-            break
-    return found
+def run(check: str) -> tuple[list[bytes], bool]:
+    """The records of a check, and whether it was an error that the device does not get over."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        records = check_backends(_checks[check], _subjects)
+    if RACE in told.getvalue():
+        seen = next(line for line in told.getvalue().splitlines() if RACE in line)
+        records = [msgspec.structs.replace(record, status="error", detail=seen) for record in records]
+    gone = any(record.status == "error" for record in records) and lost()
+    return [msgspec.json.encode(record) for record in records], gone
 
 
 def lost() -> bool:
@@ -114,9 +111,9 @@ def work(groups: Any, found: Any, backend: str, device: str, gpu: int | None = N
     begin(backend, device, gpu)
     gone = False
     while not gone and (ids := groups.get()) is not None:
-        records = run(ids)
-        gone = b'"status":"error"' in records[-1] and lost()
-        found.put((records, ids[len(records) :], gone, gpu))
+        while ids and not gone:
+            (records, gone), ids = run(ids[0]), ids[1:]
+            found.put((records, ids if gone else [], gone, gpu))
 
 
 def main() -> int:
@@ -145,6 +142,22 @@ def main() -> int:
     # In no order, so that a run that is cut off has met every verb and format; the same one every time.
     random.Random(0).shuffle(shuffled)
     records: list[Record] = []
+    order = {one.id: number for number, one in enumerate(chosen)}
+    subject = Subject(registry().backends[options.backend], options.device or None)
+    subject.introduce(chosen[0].plan)
+    command = f"python -m tests.conformance.kit_in_parts {shlex.join(environment.typed(sys.argv[1:]))}"
+
+    def written() -> Report:
+        """The report of what has ended; a run that is broken off loses little."""
+        report = report_of(spec, [subject], sorted(records, key=lambda one: order[one.check]), command=command)
+        if before:
+            report = parity.merge({"before": before, "now": report})
+        # Another name until it is whole.
+        part = options.out.with_name(f"part-{options.out.name}")
+        part.write_bytes(parity.write(report, packed=options.out.suffix == ".gz"))
+        part.replace(options.out)
+        return report
+
     spawning = multiprocessing.get_context("spawn")
     groups, found = spawning.Queue(), spawning.Queue()
     for ids in shuffled:
@@ -170,22 +183,15 @@ def main() -> int:
             if gone:
                 print(f"the device was lost in {records[-1].check}; another process goes on", flush=True)
                 start(gpu)
-            if len(records) >= told + 500:
+            if len(records) >= told + 250:
                 told = len(records)
+                written()
                 print(f"[{time.monotonic() - started:5.0f} s] {told} of {len(left)}", flush=True)
     finally:
         groups.cancel_join_thread()
         for worker in workers:
             worker.kill()
-    order = {one.id: number for number, one in enumerate(chosen)}
-    records.sort(key=lambda record: order[record.check])
-    subject = Subject(registry().backends[options.backend], options.device or None)
-    subject.introduce(chosen[0].plan)
-    command = f"python -m tests.conformance.kit_in_parts {shlex.join(environment.typed(sys.argv[1:]))}"
-    report = report_of(spec, [subject], records, command=command)
-    if before:
-        report = parity.merge({"before": before, "now": report})
-    options.out.write_bytes(parity.write(report, packed=options.out.suffix == ".gz"))
+    report = written()
     counts: dict[tuple[str, str], int] = {}
     for record in report.checks:
         counts[record.how, record.status] = counts.get((record.how, record.status), 0) + 1
