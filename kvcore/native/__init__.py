@@ -27,6 +27,9 @@ FUNCTIONS: dict[str, list[Any]] = {
 }
 """Source -> what its function, ``kvcore_`` and that name, is given."""
 
+OF_THE_MACHINE = {"attend": "-march=native"}
+"""Source -> what has the compiler use all vectors that the machine has; left out where it does not know that."""
+
 WORTH = 1 << 28
 """Bytes that a process digests before it compiles: as long as NumPy takes for them, a compiler takes."""
 
@@ -88,12 +91,17 @@ def compiled(source: str = "lanes") -> Lanes | None:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if os.environ.get(VARIABLE) == "0" or compiler is None or sys.byteorder != "little" or os.name != "posix":
         return None
-    with contextlib.suppress(OSError, subprocess.SubprocessError, AttributeError):
-        with tempfile.TemporaryDirectory(prefix="kvcore") as folder:
-            library, code = Path(folder) / f"{source}.so", Path(__file__).with_name(f"{source}.c")
-            line = [compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(code)]
-            subprocess.run(line, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
-            function: Any = getattr(ctypes.CDLL(str(library)), f"kvcore_{source}")
-        function.restype, function.argtypes = None, FUNCTIONS[source]
-        return function
+    for flags in ([OF_THE_MACHINE[source]], []) if source in OF_THE_MACHINE else ([],):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, AttributeError):
+            return _compiled(compiler, source, flags)
     return None
+
+
+def _compiled(compiler: str, source: str, flags: list[str]) -> Lanes:
+    with tempfile.TemporaryDirectory(prefix="kvcore") as folder:
+        library, code = Path(folder) / f"{source}.so", Path(__file__).with_name(f"{source}.c")
+        line = [compiler, "-O3", *flags, "-shared", "-fPIC", "-o", str(library), str(code)]
+        subprocess.run(line, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
+        function: Any = getattr(ctypes.CDLL(str(library)), f"kvcore_{source}")
+    function.restype, function.argtypes = None, FUNCTIONS[source]
+    return function

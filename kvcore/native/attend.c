@@ -1,7 +1,8 @@
 /* Attention of one token of each request to coded rows, in one pass over them, from where they lie.
 
-   A row is decoded once, into the core's nearest memory, for all query heads that share it. A scale of a whole row is
-   multiplied with the row's logit, or its weight, in place of its numbers. What bytes mean is a table that is given. */
+   A row is decoded once, into the core's nearest memory, for all query heads that share it, eight numbers at a time. A
+   scale of a whole row is multiplied with the row's logit, or its weight, in place of its numbers. What four bits mean
+   is a table that is given. */
 
 #include <stdint.h>
 #include <string.h>
@@ -9,26 +10,20 @@
 #define ROWS 8   /* decoded at a time */
 #define BLOCK 64 /* of one maximum */
 
-#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__)
-#define FOR_ITS_VECTORS __attribute__((target_clones("arch=haswell", "default")))
-#else
-#define FOR_ITS_VECTORS
-#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float eight __attribute__((vector_size(32)));
 typedef float eight_anywhere __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t eight_int __attribute__((vector_size(32)));
-typedef uint16_t eight_halves __attribute__((vector_size(16)));
 typedef uint32_t eight_words __attribute__((vector_size(32)));
 
 /* What is told of keys, or of values; addresses are of row 0 of head 0 of unit 0. */
 enum { CODES, CODES_UNIT, CODES_ROW, CODES_HEAD, SCALES, SCALES_UNIT, SCALES_ROW, SCALES_HEAD, OFFSETS, OFFSETS_UNIT,
-       OFFSETS_ROW, OFFSETS_HEAD, KIND, TABLE, WIDTH, GROUPS, SCALE_BYTES, SCALE_TABLE, DIM,
+       OFFSETS_ROW, OFFSETS_HEAD, KIND, LEVELS, WIDTH, GROUPS, SCALE_BYTES, SCALE_TABLE, DIM,
        SMALLEST };
 
 /* Kinds of codes. */
-enum { BYTES, NIBBLES, BF16, FP32 };
+enum { INT8, E4M3, NIBBLES, BF16, FP32 };
 
 INLINE float of_bits(uint32_t bits)
 {
@@ -53,47 +48,89 @@ INLINE float scale_at(const unsigned char *at, int64_t bytes, const float *table
     return of_bits(word);
 }
 
-INLINE void codes_of(const unsigned char *codes, int64_t kind, const float *table, int64_t dim, float *row)
+INLINE eight chosen(eight_int where, eight one, eight other)
 {
-    if (kind == NIBBLES)
-        for (int64_t d = 0; d < dim; d += 2)
-            memcpy(row + d, table + 2 * codes[d / 2], 8);
-    else if (kind == BYTES)
-        for (int64_t d = 0; d < dim; d++)
-            row[d] = table[codes[d]];
+    return (eight)((where & (eight_int)one) | (~where & (eight_int)other));
+}
+
+/* Of sixteen levels those that eight codes name. */
+INLINE eight levels_of(const float *levels, eight_words codes)
+{
+#if defined(__clang__)
+    eight found;
+    for (int64_t n = 0; n < 8; n++)
+        found[n] = levels[codes[n]];
+    return found;
+#else
+    const eight lower = *(eight_anywhere *)levels, upper = *(eight_anywhere *)(levels + 8);
+    return chosen((eight_int)codes > 7, __builtin_shuffle(upper, (eight_int)codes),
+                  __builtin_shuffle(lower, (eight_int)codes));
+#endif
+}
+
+/* Numbers of four bits of exponent, which is 7 too large, and three of mantissa; all ones are no number. */
+INLINE eight e4m3_of(eight_words codes)
+{
+    const eight_words size = codes & 127;
+    const eight normal = (eight)((size << 20) + (120u << 23));
+    const eight found = chosen((eight_int)size < 8, (normal - 0.0078125f) * 2.0f, normal);
+    return (eight)(((eight_words)found | (codes & 128) << 24) | (eight_words)((eight_int)size == 127));
+}
+
+/* Numbers first .. last - 1 of a row, multiplied and moved where SCALED says so. Loops over single numbers are those that
+   compilers make vectors of by themselves. */
+INLINE void numbers_of(const unsigned char *codes, int64_t kind, const float *levels, int64_t first, int64_t last,
+                       int64_t scaled, float scale, float offset, float *row)
+{
+    if (kind == INT8)
+        for (int64_t d = first; d < last; d++)
+            row[d] = scaled ? (float)(signed char)codes[d] * scale + offset : (float)(signed char)codes[d];
+    else if (kind == E4M3) {
+        for (int64_t d = first; d < last; d++)
+            row[d] = of_bits(codes[d]);
+        for (int64_t d = first; d < last; d += 8) {
+            const eight found = e4m3_of((eight_words) * (eight_anywhere *)(row + d));
+            *(eight_anywhere *)(row + d) = scaled ? found * scale + offset : found;
+        }
+    } else if (kind == NIBBLES)
+        for (int64_t d = first; d < last; d += 8) {
+            uint32_t word;
+            memcpy(&word, codes + d / 2, 4);
+            const eight_words some = ((eight_words){0} + word) >> (eight_words){0, 4, 8, 12, 16, 20, 24, 28};
+            const eight found = levels_of(levels, some & 15);
+            *(eight_anywhere *)(row + d) = scaled ? found * scale + offset : found;
+        }
     else if (kind == BF16)
-        for (int64_t d = 0; d < dim; d += 8) {
-            eight_halves some;
-            memcpy(&some, codes + 2 * d, 16);
-            eight_words wide = __builtin_convertvector(some, eight_words) << 16;
-            memcpy(row + d, &wide, 32);
+        for (int64_t d = first; d < last; d++) {
+            uint16_t half;
+            memcpy(&half, codes + 2 * d, 2);
+            row[d] = of_bits((uint32_t)half << 16);
         }
     else
-        memcpy(row, codes, 4 * dim);
+        memcpy(row + first, codes + 4 * first, 4 * (last - first));
 }
 
 /* A row as numbers; what is still to be multiplied with them. */
 INLINE float decoded(const int64_t *side, int64_t unit, int64_t line, int64_t head, int64_t kind, float *row)
 {
     const int64_t dim = side[DIM], groups = side[GROUPS], width = side[WIDTH], bytes = side[SCALE_BYTES];
-    codes_of((const unsigned char *)side[CODES] + unit * side[CODES_UNIT] + line * side[CODES_ROW] +
-                 head * side[CODES_HEAD],
-             kind, (const float *)side[TABLE], dim, row);
-    if (!groups)
-        return 1;
+    const unsigned char *codes = (const unsigned char *)side[CODES] + unit * side[CODES_UNIT] +
+                                 line * side[CODES_ROW] + head * side[CODES_HEAD];
+    const float *levels = (const float *)side[LEVELS];
     const float *table = (const float *)side[SCALE_TABLE], smallest = of_bits((uint32_t)side[SMALLEST]);
     const unsigned char *scales = (const unsigned char *)side[SCALES] + unit * side[SCALES_UNIT] +
                                   line * side[SCALES_ROW] + head * side[SCALES_HEAD];
-    if (groups == 1 && !side[OFFSETS])
-        return scale_at(scales, bytes, table, smallest);
+    if (groups <= 1 && !side[OFFSETS]) {
+        numbers_of(codes, kind, levels, 0, dim, 0, 1, 0, row);
+        return groups ? scale_at(scales, bytes, table, smallest) : 1;
+    }
     const unsigned char *offsets = (const unsigned char *)side[OFFSETS] + unit * side[OFFSETS_UNIT] +
                                    line * side[OFFSETS_ROW] + head * side[OFFSETS_HEAD];
     for (int64_t group = 0; group < groups; group++) {
         const float scale = scale_at(scales + group * bytes, bytes, table, smallest);
         const float offset = side[OFFSETS] ? scale_at(offsets + group * bytes, bytes, table, smallest) : 0;
         const int64_t end = (group + 1) * width < dim ? (group + 1) * width : dim;
-        for (int64_t d = group * width; d < end; d += 8)
-            *(eight_anywhere *)(row + d) = *(eight_anywhere *)(row + d) * scale + offset;
+        numbers_of(codes, kind, levels, group * width, end, 1, scale, offset, row);
     }
     return 1;
 }
@@ -122,11 +159,6 @@ INLINE eight products(const float *query, const float *rows, int64_t dim)
     }
     return pairs(pairs(pairs(sums[0], sums[1]), pairs(sums[2], sums[3])),
                  pairs(pairs(sums[4], sums[5]), pairs(sums[6], sums[7])));
-}
-
-INLINE eight chosen(eight_int where, eight one, eight other)
-{
-    return (eight)((where & (eight_int)one) | (~where & (eight_int)other));
 }
 
 /* exp of numbers up to 0, to an ulp or two; NaN stays. */
@@ -216,7 +248,6 @@ INLINE void attend_head(const float *query, int64_t group, float scale, const in
 /* Heads first .. last - 1 of all requests, request by request. Of each: query [group, dim] -> out [group, value dim],
    the greatest logit and the sum of the others' exponentials beside it. Runs are (unit, row, count), those of request r
    from of_request[r] on. */
-FOR_ITS_VECTORS
 void kvcore_attend(const float *query, int64_t heads, int64_t group, float scale, const int64_t *keys,
                    const int64_t *values, const int64_t *runs, const int64_t *of_request, int64_t first, int64_t last,
                    float *out, float *greatest, float *total)
@@ -227,8 +258,10 @@ void kvcore_attend(const float *query, int64_t heads, int64_t group, float scale
         const float *mine = query + each * group * dim;
         const int64_t *seen = runs + 3 * begin, count = of_request[request + 1] - begin;
         float *found = out + each * group * value_dim, *most = greatest + each * group, *sum = total + each * group;
-        if (key_kind == BYTES && value_kind == BYTES)
-            attend_head(mine, group, scale, keys, values, BYTES, BYTES, head, seen, count, found, most, sum);
+        if (key_kind == INT8 && value_kind == INT8)
+            attend_head(mine, group, scale, keys, values, INT8, INT8, head, seen, count, found, most, sum);
+        else if (key_kind == E4M3 && value_kind == E4M3)
+            attend_head(mine, group, scale, keys, values, E4M3, E4M3, head, seen, count, found, most, sum);
         else if (key_kind == NIBBLES && value_kind == NIBBLES)
             attend_head(mine, group, scale, keys, values, NIBBLES, NIBBLES, head, seen, count, found, most, sum);
         else

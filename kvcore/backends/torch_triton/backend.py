@@ -84,6 +84,8 @@ class TorchOps(Decided, Ops):
         self.spare = cpu_views.Spare()
         # Region (its address) -> ``cpu_views.Kept``, its pool's rows as one array: every layer asks in every step.
         self.lines: dict[int, Any] = {}
+        # What layers alike have of them: see ``cpu_views.lines_alike``.
+        self.lines_alike: dict[Any, Any] = {}
         # The same of ``cpu_coded.Side``.
         self.sides: dict[int, Any] = {}
         self.torch_device = torch.device(device)
@@ -100,9 +102,14 @@ class TorchOps(Decided, Ops):
         """States of requests that follow each other as the pool's own memory, [count, ...]; None: only as a copy."""
         return recurrent.state_view(self.layers[layer], pools, slot, count, row)
 
+    def append_in_turn(self, pools: Any, layer: int, index: Any, k: Any, v: Any, *, columns: int) -> Any:
+        """What layers alike may call in place of ``append_kv_view``, which ``layer`` has called; None: nothing else."""
+        return None if self.layers[layer].over_tokens else cpu_views.in_turn(self, pools, layer, index, k, v, columns)
+
     def forget_pools(self) -> None:
         """Let go of pools that calls were given: their cache is gone, and its memory is wanted."""
         self.lines.clear()
+        self.lines_alike.clear()
         self.sides.clear()
         self.spare = cpu_views.Spare()
 

@@ -265,7 +265,7 @@ def over_rows(ops, pools, regions, stored, index, grouped, product: Product, sca
     else:
         k, v = (decoded(ops, pools, region, index, *product.where)[None] for region in regions)
     if k.dtype != torch.float32:
-        k, v = k.to(torch.float32), v.to(torch.float32)
+        k, v = widened(ops, "wide keys", k), widened(ops, "wide values", v)
     # What some query does not look at is no summand of 0: nothing but finite values may be there. A sum that overflows
     # takes the other way, too.
     if (seen is not None or product.causal) and not math.isfinite(v.sum().item()):
@@ -289,6 +289,13 @@ def over_rows(ops, pools, regions, stored, index, grouped, product: Product, sca
         out, logs = (part.reshape(batch, key_heads, group, count, *part.shape[3:]) for part in (out, logs))
         out, logs = out.permute(0, 3, 1, 2, 4), logs.permute(0, 3, 1, 2)
     return out.reshape(batch * count, key_heads * group, dim), logs.reshape(batch * count, key_heads * group)
+
+
+def widened(ops, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [batch, heads, n, dim] in fp32, in memory that the next piece's are written to: as much as most take."""
+    room = PIECE * rows.shape[1] * rows.shape[3]
+    wide = ops.spare.empty(name, (max(room, rows.numel()),), torch.float32)
+    return wide[: rows.numel()].view(rows.shape).copy_(rows)
 
 
 def pieces(regions, stored, host, request, first, last):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvcore.backends.torch_triton.cpu_views import complete
-from kvcore.backends.torch_triton.encoding import from_bytes, scale_values
+from kvcore.backends.torch_triton.encoding import FOUR_BITS, levels, scale_values
 from kvcore.native import Lanes, Native
 from kvcore.ops import Attention
 from kvcore.spec import Format
@@ -26,7 +26,7 @@ WORTH = 1 << 18
 ALONE = 1 << 20
 """Numbers from which threads share a call."""
 
-KINDS = {"int8": 0, "e4m3": 0, "nf4": 1, "e2m1": 1, "uint4": 1, "bf16": 2, "fp32": 3}
+KINDS = {"int8": 0, "e4m3": 1, "nf4": 2, "e2m1": 2, "uint4": 2, "bf16": 3, "fp32": 4}
 """Codes of values -> what the source calls their kind."""
 
 
@@ -175,10 +175,9 @@ def _side(pools: Any, region: Any) -> Side:
         where = pool.data_ptr() + place.base, pool.stride(0), row * place.stride, head * place.stride
         numbers[place.field] = where
     (field,) = (field for field in format.fields if field.is_value)
-    table = scales = None
-    size = 0
+    four = levels(field.code, pool.device) if field.code in FOUR_BITS else None
+    scales, size = None, 0
     if field.group is not None:
-        table = table_of(field.code)
         size = CODES[field.scale].bits // 8
         scales = scale_table(field.scale) if size == 1 else None
     nowhere = 0, 0, 0, 0
@@ -188,7 +187,7 @@ def _side(pools: Any, region: Any) -> Side:
         *numbers.get("scales", nowhere),
         *numbers.get("offsets", nowhere),
         KINDS[field.code],
-        0 if table is None else table.data_ptr(),
+        0 if four is None else four.data_ptr(),
         field.width,
         field.groups,
         size,
@@ -196,14 +195,7 @@ def _side(pools: Any, region: Any) -> Side:
         format.dim,
         int(smallest),
     ]
-    return Side(pools, tuple(arrays), np.array(told, np.int64), (table, scales))
-
-
-@cache
-def table_of(code: str) -> torch.Tensor:
-    """The number, or both of four bits, that every byte of a code stands for."""
-    every = torch.arange(256, dtype=torch.uint8)[:, None]
-    return from_bytes(every, code).contiguous()
+    return Side(pools, tuple(arrays), np.array(told, np.int64), (four, scales))
 
 
 @cache
@@ -220,11 +212,10 @@ def _right(run: Lanes) -> bool:
     scales = random.uniform(0.01, 0.02, (2, rows, heads)).astype(np.float32)
     query = random.standard_normal((heads, group, dim), np.float32)
     found, sums = np.empty_like(query), np.empty((2, heads, group), np.float32)
-    table = np.arange(256).astype(np.int8).astype(np.float32)
     sides = []
     for some, factors in zip(codes, scales, strict=True):
         where = some.ctypes.data, 0, heads * dim, dim, factors.ctypes.data, 0, 4 * heads, 4, 0, 0, 0, 0
-        sides.append(np.array([*where, KINDS["int8"], table.ctypes.data, dim, 1, 4, 0, dim, 0], np.int64))
+        sides.append(np.array([*where, KINDS["int8"], 0, dim, 1, 4, 0, dim, 0], np.int64))
     runs, of_request = np.array([[0, 3, 70], [0, 80, 20]], np.int64), np.array([0, 2], np.int64)
     told = [each.ctypes.data for each in (*sides, runs, of_request)]
     run(query.ctypes.data, heads, group, 0.25, *told, 0, heads, found.ctypes.data, *(each.ctypes.data for each in sums))

@@ -339,6 +339,84 @@ def append_and_view(ops, pools, layer, index, k, v, columns):
     return keys.rows.as_strided(*seen_keys), values.rows.as_strided(*seen_values)
 
 
+class InTurn(NamedTuple):
+    """A step of one token a request, whose keys and values layers alike store one after the other, and hand views out.
+
+    Attributes:
+        layers: layer -> lines of keys and of values.
+        written: where new keys and values lie, [copies or requests, heads, 1, dim].
+        seen: where those lie that queries see, [requests, heads, columns, dim].
+    """
+
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    written: tuple[Place, Place]
+    seen: tuple[Place, Place]
+
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store k and v [requests, heads, 1, dim] of the lines' dtype, as ``write`` does; what queries see of both."""
+        (keys, values), (new_keys, new_values), (all_keys, all_values) = self.layers[layer], self.written, self.seen
+        if new_keys[0][0] != k.shape[0]:
+            k, v = k.expand(new_keys[0]), v.expand(new_values[0])
+        torch.nan_to_num(k, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf, out=keys.as_strided(*new_keys))
+        torch.nan_to_num(v, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf, out=values.as_strided(*new_values))
+        return keys.as_strided(*all_keys), values.as_strided(*all_values)
+
+
+def in_turn(ops, pools, layer, index, k, v, columns) -> InTurn | None:
+    """What follows for layers alike once a layer's k and v [T, heads, dim] went through ``append_and_view``.
+
+    None: their numbers are stored otherwise, or in rows that are not evenly spaced.
+    """
+    regions, component = ops.plan.region(layer, "kv"), ops.component(layer, "kv")
+    stored = [lines(ops, pools, region) for region in regions]
+    if None in stored or any(one.rows.dtype != new.dtype for one, new in zip(stored, (k, v), strict=True)):
+        return None
+    host, kinds = ops.host(index), tuple(one.kind for one in stored)
+    key = in_turn, *kinds, component, columns
+    if key not in host.kept:
+        places = host.kept.get((append_and_view, *kinds, component, columns))
+        written = None if places is None else [new_token_place(each, len(host.slots)) for each in places[:2]]
+        host.kept[key] = None
+        if written is not None and None not in written:
+            host.kept[key] = tuple(written), tuple(by_head(each) for each in places[2:])
+    found = host.kept[key]
+    return None if found is None else InTurn(lines_alike(ops, pools, kinds, component), *found)
+
+
+def new_token_place(some: list[RowIndex], requests: int) -> Place | None:
+    """Where one token of each request lies, [copies or requests, heads, 1, dim]; None: not evenly spaced."""
+    if len(some) != requests or any(one.count != 1 for one in some):
+        return None
+    shape, strides, begin = some[0].copies
+    if requests == 1:
+        return by_head((shape, strides, begin) if len(shape) == 4 else ((1, *shape), (0, *strides), begin))
+    step = some[1].copies[2] - begin
+    if len(shape) == 4 or step < 0 or any(one.copies[2] != begin + step * at for at, one in enumerate(some)):
+        return None
+    return by_head(((requests, *shape), (step, *strides), begin))
+
+
+def by_head(where: Place) -> Place:
+    """The same with heads before rows."""
+    (batch, count, heads, dim), (apart, row, head, channel), begin = where
+    return (batch, heads, count, dim), (apart, head, row, channel), begin
+
+
+def lines_alike(ops, pools, kinds, component) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Lines of keys and values of all layers of equal components whose rows lie as ``kinds`` say."""
+    kept = ops.lines_alike.get((kinds, component))
+    if kept is not None and kept[0] is pools:
+        return kept[1]
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for number in range(len(ops.layers)):
+        if ops.component(number, "kv") == component:
+            keys, values = (lines(ops, pools, region) for region in ops.plan.region(number, "kv"))
+            if keys is not None and values is not None and (keys.kind, values.kind) == kinds:
+                found[number] = keys.rows, values.rows
+    ops.lines_alike[kinds, component] = pools, found
+    return found
+
+
 def write(values, rows, places: list[RowIndex]) -> None:
     """Store values [T, heads, dim] in all their copies: clamped, rounded to nearest even, NaN as the code's one NaN.
 

@@ -3,11 +3,12 @@
 The model puts entries behind its window, and behind the window's mask what its compressor says of entries: 0 of those
 that a query sees, those that the indexer picked, -inf of all others. ``deferred`` has both stay outlines, and the
 entries that a query sees are read from the compressor's part of the mask: no other knows which positions the model
-counts from, which padding shifts.
+counts from, which padding shifts. ``seam`` says how a token's index scores come from the keys where they lie.
 """
 
 # pyright: reportPrivateUsage=false
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from kvcore.cache.inside import writes_of
 from kvcore.interop.transformers.attention import Facts, Forward
 from kvcore.interop.transformers.deferred import Deferred, Joined, deferred, outline
 from kvcore.interop.transformers.handed import HandedOut, Shared
-from kvcore.interop.transformers.tensors import by_token
+from kvcore.interop.transformers.tensors import ACCEPTED, by_token
 
 
 class WindowAndEntries(HandedOut):
@@ -55,6 +56,25 @@ class WindowAndEntries(HandedOut):
         shared, (batch, _, _, dim) = self._shared, self._latents.shape
         seen = outline((batch, self._count(), dim), shared.dtype)
         return deferred(seen, shared.device, self._made_entries, self, joins=True)
+
+    def index_keys(self, dim: int, dtype: torch.dtype) -> Deferred:
+        """All keys of the indexer, [B, n, dim]."""
+        seen = outline((self._latents.shape[0], self._count(), dim), dtype)
+        return deferred(seen, self._shared.device, partial(self._made_index_keys, dtype), self)
+
+    def scores(self, module: Any, q: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        """What the indexer's module makes of queries [B, 1, H, dim] and its keys, [B, 1, n]; None: it does.
+
+        A token sees every key that there is, and so none is left out here that the model might count.
+        """
+        shared, (batch, new, _, _) = self._shared, q.shape
+        owner = self._layer.owner
+        fits = new == shared.new == 1 and batch == self._latents.shape[0] and q.dtype in ACCEPTED
+        if not fits or owner.attending is not shared.forward or not self._count():
+            return None
+        weights = module.weights_proj(hidden).float() * (module.weights_scaling * module.softmax_scale)
+        found = self._handle.index_scores(owner.give(q.flatten(0, 1)), owner.give(weights.flatten(0, 1)))
+        return owner.take(found, torch.float32).unsqueeze(1)
 
     def attend(
         self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any], *, behind: Any = None
@@ -155,6 +175,10 @@ class WindowAndEntries(HandedOut):
     def _made_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._layer.visible_rows(self._handle, self._latents)
         return found, found
+
+    def _made_index_keys(self, dtype: torch.dtype) -> torch.Tensor:
+        self._check_under_way()
+        return self._layer.owner.take(self._handle.gather_all_index_keys().values, dtype)
 
     def _made_entries(self) -> torch.Tensor:
         self._check_under_way()

@@ -24,7 +24,7 @@ from kvcore.cache.ring_writes import AT_ONCE
 from kvcore.errors import BackendError, OutOfBlocks, RequestError, StepError
 from kvcore.interop.transformers import reuse
 from kvcore.interop.transformers.attention import OURS, Forward, base_of
-from kvcore.interop.transformers.handed import Alike, Captured, Handed, SharedRows, Steady, likes
+from kvcore.interop.transformers.handed import Alike, Captured, Handed, SharedRows, SharedViews, Steady, likes
 from kvcore.interop.transformers.kinds import layer_of
 from kvcore.interop.transformers.latent import MlaLayer, StaticMlaLayer
 from kvcore.interop.transformers.layers import KVLayer, Layer, StaticLayer
@@ -79,7 +79,7 @@ class Forwards(Cache):
         # The same of the last step of one token a row, for layers that overwrite nothing, with one of them.
         self._before: dict[int, tuple[KVLayer, Alike]] = {}
         # Layer -> what it shares with layers before it, in a forward in which those were all given the same.
-        self.steady: dict[int, SharedRows] = {}
+        self.steady: dict[int, SharedRows | SharedViews] = {}
         # By kind of layer, what such a forward's calls had in common, without a mask.
         self.lasting: dict[int, Steady] = {}
         self._by_kind = False

@@ -113,6 +113,36 @@ class SharedRows(Shared):
         self._pair.clear()
 
 
+class SharedViews:
+    """The same of layers whose rows are handed out where they lie, for the model or ``attend`` to look at.
+
+    Attributes:
+        turns: what stores a layer's new rows.
+    """
+
+    __slots__ = ("_like", "_owner", "turns")
+
+    def __init__(self, owner: Any, like: tuple[Any, ...], turns: Any) -> None:
+        self._owner, self._like, self.turns = owner, like, turns
+
+    def hand_out(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
+        """What a layer hands out of keys and values like those of the layers before it; None: it looks at them."""
+        owner = self._owner
+        if _grad_enabled() or likes(keys, values) != self._like or number in owner._begun:
+            return None
+        try:
+            owner.begin_alike(number)
+            found = self.turns(number, keys, values)
+            owner.finish(number)
+        except BaseException:
+            owner.abort()
+            raise
+        return found
+
+    def end(self) -> None:
+        """The forward has ended."""
+
+
 class Steady(NamedTuple):
     """Calls that store a token's keys and values and attend, alike in all layers of a kind in a forward.
 
@@ -189,6 +219,17 @@ class Captured(NamedTuple):
     pools: Any
     index: Any
     left: torch.Tensor
+
+
+def share_views(owner: Any, alike: Alike, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Have the next layers store a token's keys and values and hand views out as ``layer`` has just done."""
+    in_turn = getattr(alike.ops, "append_in_turn", None)
+    if in_turn is None or keys.shape[2] > 1 or owner.static:
+        return
+    rows = by_token(keys), by_token(values)
+    turns = in_turn(alike.pools, layer, alike.index, *rows, columns=alike.columns)
+    if turns is not None:
+        owner.steady.update(dict.fromkeys(turns.layers, SharedViews(owner, alike.like, turns)))
 
 
 def likes(keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, ...]:

@@ -334,10 +334,15 @@ class CompressedLayer(LatentLayer):
             else:
                 if closed:
                     handle.store_entries(self._entries, rows)
-                values = self.owner.take(handle.gather_all_index_keys().values, compressed.dtype)
+                values = self._all_index_keys(handle, compressed)
             if name == next(reversed(self.tails)):
                 self._end()
         return values
+
+    def _all_index_keys(self, handle: Any, closed: torch.Tensor) -> torch.Tensor:
+        if self._attended and self.owner.attending is not None:
+            return WindowAndEntries.of_layer(self, self.owner.attending).index_keys(closed.shape[2], closed.dtype)
+        return self.owner.take(handle.gather_all_index_keys().values, closed.dtype)
 
     def _all_entries(self, handle: Any, dtype: torch.dtype) -> torch.Tensor:
         if self._attended and self.owner.attending is not None:

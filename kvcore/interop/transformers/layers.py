@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcore.cache.inside import writes_of
 from kvcore.errors import StepError
 from kvcore.interop.transformers.compiled import behind_padding, notes, stored_before
-from kvcore.interop.transformers.handed import Alike, Captured, Handed, SharedRows, likes
+from kvcore.interop.transformers.handed import Alike, Captured, Handed, SharedRows, likes, share_views
 from kvcore.interop.transformers.masked import REASON, attended_under
 from kvcore.interop.transformers.owner import OwnedLayer, Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
@@ -195,6 +195,7 @@ class KVLayer(Layer):
                 found = self.visible_rows(owner.handle_of(number, *rows), keys.shape[2], keys.dtype, views)
             else:
                 found = by_head(owner.take(views[0], keys.dtype)), by_head(owner.take(views[1], keys.dtype))
+                share_views(owner, alike, number, keys, values)
             owner.finish(number)
         except BaseException:
             owner.abort()
