@@ -5,7 +5,7 @@ layers; projections and everything else that a model does are left out. There ar
 step of kvcore is opened and committed once for all, which would weigh more in a lower stack. Every cache gets the same
 keys, values and queries, and its result is compared with DynamicCache's. Steps of all caches alternate; what counts is
 the median of the processor time of the one thread that is used. The cache is cropped back after each step, outside of
-the time. At 16,384 tokens of fp32 the caches of a round take 6 GB together. QuantizedCache, of 4 bits, is beside the
+the time. At 16,384 tokens of fp32 the caches of a round take 7 GB together. QuantizedCache, of 4 bits, is beside the
 full layers where ``optimum-quanto`` is installed.
 """
 
@@ -40,6 +40,7 @@ HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 64, 16
 WINDOWS = (1024, 4096)
 CONTEXTS = (1024, 4096, 16384)
 CHUNK = 1024  # tokens of a prefill step
+FORMATS = ("int8_row", "fp8_row", "nf4_b64", "int4_g32", "int4_ch32")
 HELD = ("keys", "values", "_quantized_keys", "_quantized_values")
 """Tensors of a layer of transformers; the last two where it quantises."""
 
@@ -195,7 +196,8 @@ def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Con
             "kvcore, paged" if window is None else "kvcore, slot", kv(storage="slot" if window else "paged"), model
         ),
         by_kvcore("kvcore, attend", kv(attention="model")),
-        of_model("kvcore int8_row", kv(formats="int8_row"), model, exact=False),
+        *(of_model(f"kvcore {form}", kv(formats=form), model, exact=False) for form in FORMATS),
+        of_model("kvcore int8_row, attention=model", kv(formats="int8_row", attention="model"), model, exact=False),
         by_kvcore("kvcore int8_row, attend", kv(formats="int8_row", attention="model"), exact=False),
     ]
     return found

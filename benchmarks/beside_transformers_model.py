@@ -30,7 +30,7 @@ from benchmarks.beside_transformers import bytes_held
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
 
-SCENES = ((1, 2048), (16, 2048), (16, 16384), (1, 65536), (16, 65536))
+SCENES = ((1, 2048), (16, 2048), (1, 16384), (16, 16384), (1, 65536), (16, 65536))
 """(rows of the batch, tokens of context)"""
 
 PROMPTS = ((1, 2048), (16, 2048), (1, 16384))

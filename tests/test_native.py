@@ -1,8 +1,11 @@
 """The digest's function in C: who gets it, when, and who never does."""
 
+import shutil
+
 import pytest
 
 from kvcore import digest, native
+from kvcore.backends.torch_triton import cpu_coded
 
 
 def wrong(*arguments):
@@ -37,3 +40,14 @@ def test_a_compiler_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path))
     assert digest._right(native.compiled())
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_compiler_that_does_not_know_its_machine_compiles_without(monkeypatch, tmp_path):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    strict = tmp_path / "strict"
+    strict.write_text(f'#!/bin/sh\ncase "$*" in *-march*) exit 1;; esac\nexec {compiler} "$@"\n')
+    strict.chmod(0o755)
+    monkeypatch.setenv("CC", str(strict))
+    assert cpu_coded._right(native.compiled("attend"))

@@ -104,6 +104,20 @@ def test_it_is_what_torch_gives(formats, scene, seed, monkeypatch):
         torch.testing.assert_close(mine.lse, theirs.lse, atol=2e-6, rtol=1e-6)
 
 
+def test_every_number_of_eight_bits_is_what_torch_decodes():
+    """As values of one row, which is attended to alone."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = torch.where((codes & 127) == 127, 0, codes).view(torch.float8_e4m3fn).float()
+    kv = KV(key_heads=1, key_dim=DIM, value_dim=256, key_format="fp32", value_format="fp8_row")
+    cache = kvcore.create_cache(
+        CacheSpec(layers=[LayerSpec(kv=kv)]), backend="torch_triton", max_requests=1, max_tokens=64
+    )
+    with cache.step({cache.admit(): 1}) as step:
+        step.layer(0).append_kv(torch.zeros(1, 1, DIM), values.reshape(1, 1, 256))
+        found = step.layer(0).attend(torch.zeros(1, 1, DIM)).out
+    assert torch.equal(found.reshape(256), values)
+
+
 def test_threads_share_a_call(seed, monkeypatch):
     monkeypatch.setattr(cpu_coded, "ALONE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)

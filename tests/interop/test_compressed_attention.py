@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -46,6 +47,38 @@ def test_attention_from_the_pools_gives_the_models_logits(left, cuts):
     assert torch.allclose(own, logits(model, cache, mask, cuts), atol=3e-5)
     assert not fallbacks(cache)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("left", [0, 5])
+def test_a_token_s_index_scores_come_from_the_keys_where_they_lie(left, monkeypatch):
+    model, mask = models.deepseek_v4(), padded(left)
+    own = logits(model, DynamicCache(config=model.config), mask, (19, *(1,) * (TOKENS - 19)))
+    cache, asked = of(model, "auto"), []
+    gather, score = LayerHandle.gather_all_index_keys, LayerHandle.index_scores
+    monkeypatch.setattr(LayerHandle, "gather_all_index_keys", lambda each: asked.append("keys") or gather(each))
+    monkeypatch.setattr(LayerHandle, "index_scores", lambda *given: asked.append("scores") or score(*given))
+    found = logits(model, cache, mask, (19, *(1,) * (TOKENS - 19)))
+    assert torch.allclose(own, found, atol=3e-5)
+    indexers = sum(layer.index_keys is not None for layer in cache.kv.spec.layers)
+    assert indexers
+    assert asked == ["keys"] * indexers + ["scores"] * indexers * (TOKENS - 19)
+    assert sum("forward" in vars(module) for module in model.modules()) == indexers
+
+
+def test_a_scorer_that_somebody_replaced_is_handed_keys(monkeypatch):
+    model, cuts = models.deepseek_v4(), (19, *(1,) * (TOKENS - 19))
+    own = logits(model, DynamicCache(config=model.config), None, cuts)
+    shapes = []
+
+    def replaced(module, q, compressed_kv, hidden_states):
+        shapes.append((compressed_kv + 0).shape)
+        return type(module).forward(module, q, compressed_kv, hidden_states)
+
+    for module in model.modules():
+        if hasattr(module, "weights_scaling"):
+            monkeypatch.setattr(module, "forward", partial(replaced, module))
+    assert torch.allclose(own, logits(model, of(model, "auto"), None, cuts), atol=3e-5)
+    assert shapes
 
 
 @pytest.mark.parametrize("asked", ["auto", "cache"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvcore.backends.torch_triton import cpu_views
 from kvcore.cache.layer import LayerHandle
 from kvcore.errors import KvcoreError, OutOfBlocks, StepError
 from kvcore.interop.transformers import KVCache
@@ -241,3 +242,33 @@ def test_layers_alike_pass_checks_once(make, attention, monkeypatch):
         with pytest.raises(KvcoreError):
             cache.update(keys[..., :1], keys, 1)
     assert (cache.length, cache.kv.digest(cache.requests)) == (9, before)
+
+
+@pytest.mark.parametrize("storage", [None, "slot", "paged"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("make", [models.llama, models.sliding, models.gemma3])
+@torch.no_grad()
+def test_layers_in_turn_store_what_each_would_by_itself(make, rows, storage, monkeypatch):
+    """Numbers that are none, and infinite ones, among what they are given."""
+    model, random, turns = make(), torch.Generator().manual_seed(3), []
+    run = cpu_views.InTurn.__call__
+    monkeypatch.setattr(cpu_views.InTurn, "__call__", lambda *given: turns.append(given[1]) or run(*given))
+    caches = [KVCache(model, batch=rows, max_length=40, storage=storage, max_draft_tokens=2) for _ in range(2)]
+    layers = len(caches[0].layers)
+    part = caches[0].layers[0].component.parts[0]
+    for new in (21, 1, 1, 2, 1, 1):
+        for layer in range(layers):
+            keys, values = torch.randn(2, rows, part.heads, new, part.format.dim, generator=random)
+            keys[0, 0, 0, 1], values[-1, 0, -1, 2], keys[-1, 0, 0, 3] = torch.nan, torch.inf, -0.0
+            found = []
+            for cache in caches:
+                found.append([each.clone() for each in cache.update(keys, values, layer)])
+                if cache is caches[1]:
+                    cache.steady.clear()
+            torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+        if new == 1 and caches[0].length == 23:
+            for cache in caches:
+                cache.crop(-1)
+    digests = [cache.kv.digest(cache.requests) for cache in caches]
+    assert digests[0] == digests[1]
+    assert turns or rows > 1 or storage or make is models.gemma3  # which has too few layers of a kind

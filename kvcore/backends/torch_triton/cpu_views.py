@@ -368,19 +368,23 @@ def in_turn(ops, pools, layer, index, k, v, columns) -> InTurn | None:
     None: their numbers are stored otherwise, or in rows that are not evenly spaced.
     """
     regions, component = ops.plan.region(layer, "kv"), ops.component(layer, "kv")
-    stored = [lines(ops, pools, region) for region in regions]
-    if None in stored or any(one.rows.dtype != new.dtype for one, new in zip(stored, (k, v), strict=True)):
+    keys, values = lines(ops, pools, regions[0]), lines(ops, pools, regions[1])
+    if keys is None or values is None or (keys.rows.dtype, values.rows.dtype) != (k.dtype, v.dtype):
         return None
-    host, kinds = ops.host(index), tuple(one.kind for one in stored)
+    host, kinds = ops.host(index), (keys.kind, values.kind)
     key = in_turn, *kinds, component, columns
     if key not in host.kept:
-        places = host.kept.get((append_and_view, *kinds, component, columns))
-        written = None if places is None else [new_token_place(each, len(host.slots)) for each in places[:2]]
-        host.kept[key] = None
-        if written is not None and None not in written:
-            host.kept[key] = tuple(written), tuple(by_head(each) for each in places[2:])
+        host.kept[key] = places_in_turn(host, host.kept.get((append_and_view, *kinds, component, columns)))
     found = host.kept[key]
     return None if found is None else InTurn(lines_alike(ops, pools, kinds, component), *found)
+
+
+def places_in_turn(host, places) -> tuple[tuple[Place, Place], tuple[Place, Place]] | None:
+    """``written`` and ``seen`` of layers alike, of what ``append_and_view`` has worked out; None: not possible."""
+    if places is None:
+        return None
+    keys, values = (new_token_place(each, len(host.slots)) for each in places[:2])
+    return None if keys is None or values is None else ((keys, values), (by_head(places[2]), by_head(places[3])))
 
 
 def new_token_place(some: list[RowIndex], requests: int) -> Place | None:

@@ -299,8 +299,11 @@ class CompressedLayer(LatentLayer):
             if waiting + kv.shape[1] >= ratio:
                 raw = self.owner.take(handle.gather_rows(role).rows)
                 live = raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
-            positions = torch.arange(start, start + kv.shape[1], device=kv.device)
-            score = gate.float() + bias[positions % ratio]
+            if waiting + kv.shape[1] <= ratio:
+                added = bias[waiting : waiting + kv.shape[1]]
+            else:
+                added = bias[torch.arange(start, start + kv.shape[1], device=kv.device) % ratio]
+            score = gate.float() + added
             append = handle.append_tail if role == "tail" else handle.append_index_tail
             append(self.owner.give(kv.float().flatten(0, 1)), self.owner.give(score.flatten(0, 1)))
         if live is None:  # no window closes
