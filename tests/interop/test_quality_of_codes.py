@@ -1,5 +1,7 @@
 """The benchmark of codes: what it takes for a cache is what a cache gives back, and its baselines do what they say."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,14 +9,17 @@ import torch
 import kvcore
 from benchmarks import codes_of_others
 from benchmarks import quality_of_codes as quality
+from benchmarks.coded_attention import METHODS as ALL_METHODS
+from benchmarks.coded_attention import Coded, Shape, turned
 from kvcore.spec import KV, CacheSpec, LayerSpec
 
+SHAPE = Shape(2, 64)
 ROWS = np.random.default_rng(8).standard_normal((70, 1, 64)).astype(np.float32)
 
 
 @pytest.mark.parametrize("method", ["int8_row", "int4_g32", "int4_ch32 keys, int4_g32 values"])
 def test_coded_rows_are_those_that_a_cache_gives_back(method):
-    keys, values = quality.METHODS[method]()
+    keys, values = ALL_METHODS[method](SHAPE)
     names = (method, method) if " " not in method else ("int4_ch32", "int4_g32")
     layer = LayerSpec(kv=KV(key_heads=1, key_dim=64, key_format=names[0], value_format=names[1]))
     spec = CacheSpec(layers=[layer], block_tokens=64)
@@ -31,10 +36,10 @@ def test_coded_rows_are_those_that_a_cache_gives_back(method):
 
 
 def test_bits_and_what_stays_raw():
-    keys, values = quality.METHODS["int4_ch64 keys, int4_g64 values"]()
+    keys, values = ALL_METHODS["int4_ch64 keys, int4_g64 values"](SHAPE)
     assert (keys.bits, values.bits, keys.tokens, values.tokens) == (4.5, 4.5, 64, 64)
     assert keys.raw_tokens(1024) == 31.5
-    keys, values = quality.METHODS["KIVI, 2 bits, residual 128"]()
+    keys, values = ALL_METHODS["KIVI, 2 bits, residual 128"](SHAPE)
     assert (keys.bits, values.bits, keys.raw_tokens(256), values.raw_tokens(128)) == (3.0, 3.0, 63.5, 64.5)
     at = torch.arange(200)
     assert values.raw(at[150:151, None], at[None])[0].nonzero().min() == 23
@@ -54,7 +59,7 @@ def test_bits_and_what_stays_raw():
 )
 def test_the_error_of_a_baseline(method, most):
     rows = np.random.default_rng(9).standard_normal((256, 64)).astype(np.float32)
-    for side in quality.METHODS[method]():
+    for side in ALL_METHODS[method](SHAPE):
         assert side.code is not None
         assert 0.01 < np.sqrt(np.mean((side.code(rows) - rows) ** 2)) < most
 
@@ -66,10 +71,10 @@ def test_a_rotation_is_undone():
 
 def test_a_rotary_turn_is_undone_and_moves_all_positions_but_the_first():
     rows = torch.from_numpy(ROWS[:, 0])[None, None]
-    turned = quality.turned(rows, 1e5)
-    assert torch.allclose(quality.turned(turned, 1e5, back=True), rows, atol=1e-5)
-    assert torch.equal(turned[0, 0, 0], rows[0, 0, 0])
-    assert not torch.allclose(turned[0, 0, 1:], rows[0, 0, 1:], atol=0.1)
+    found = turned(rows, 1e5)
+    assert torch.allclose(turned(found, 1e5, back=True), rows, atol=1e-5)
+    assert torch.equal(found[0, 0, 0], rows[0, 0, 0])
+    assert not torch.allclose(found[0, 0, 1:], rows[0, 0, 1:], atol=0.1)
 
 
 def test_what_is_set_aside_is_read_as_it_is():
@@ -80,12 +85,63 @@ def test_what_is_set_aside_is_read_as_it_is():
     assert np.abs(read - rows).max() < 0.5
 
 
+@pytest.mark.parametrize("method", [method for method in ALL_METHODS if method != "bf16"])
+def test_heads_and_requests_are_coded_each_by_itself(method):
+    rows = np.random.default_rng(11).standard_normal((2, 3, 256, 64)).astype(np.float32)
+    rows[1, 2] *= 100
+    for side in ALL_METHODS[method](SHAPE):
+        assert side.code is not None
+        together = side.code(rows)
+        assert together.shape == rows.shape
+        alone = np.stack([side.code(one) for one in rows.reshape(6, 256, 64)]).reshape(rows.shape)
+        assert np.array_equal(together, alone)
+
+
+CONFIG = SimpleNamespace(
+    num_key_value_heads=SHAPE.heads,
+    head_dim=SHAPE.dim,
+    rope_parameters={"full": {"rope_theta": 1e4}},
+    layer_types=("full",),
+)
+MODEL = SimpleNamespace(config=CONFIG, set_attn_implementation=lambda _: None)
+LAYER = SimpleNamespace(layer_idx=0)
+LOCAL = ["bf16", "int8_row", "int4_ch32 keys, int4_g32 values", "KIVI, 4 bits, residual 128", "TurboQuant, 4 bits"]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("method", LOCAL)
+def test_a_generated_token_sees_what_it_would_see_in_a_text(method, window):
+    """Token by token, each row coded once, is what one pass gives; a later request sees nothing of an earlier one."""
+    generator = torch.Generator().manual_seed(12)
+    attention = Coded(MODEL)
+    for _ in range(2):
+        query, key, value = (torch.randn(2, heads, 150, 64, generator=generator) for heads in (4, 2, 2))
+        attention.use(method)
+        whole, _ = attention(LAYER, query, key, value, None, 0.3, window)
+        attention.use(method)
+        steps = [attention(LAYER, query[:, :, :100], key[:, :, :100], value[:, :, :100], None, 0.3, window)[0]]
+        for at in range(100, 150):
+            parts = query[:, :, at : at + 1], key[:, :, : at + 1], value[:, :, : at + 1]
+            steps.append(attention(LAYER, *parts, None, 0.3, window)[0])
+        assert torch.allclose(torch.cat(steps, dim=1), whole, atol=1e-4)
+
+
 METHODS = ["bf16", "int8_row"]
-SETTINGS = {"windows": 2, "tokens": 8, "needles": 1, "prompts": 0, "new": 1}
+SETTINGS = {
+    "model": "some",
+    "keys": [1, 64],
+    "device": "cpu",
+    "windows": 2,
+    "tokens": 8,
+    "needles": 1,
+    "prompts": 2,
+    "new": 2,
+}
 TASKS = [
     quality.Task("window", 0, torch.zeros(1, 8, dtype=torch.long), 5),
     quality.Task("window", 1, torch.zeros(1, 8, dtype=torch.long), 5),
     quality.Task("needle", 0, torch.arange(8)[None], 2),
+    quality.Task("prompts", 0, torch.zeros(2, 4, dtype=torch.long), 2),
 ]
 
 
@@ -112,10 +168,15 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path):
     assert again.found == progress.found
     noted(again, TASKS[1], 0.3)
     noted(again, TASKS[2], best=(6, 7))
+    again.add(TASKS[3], "bf16", quality.Found([], [1, 2, 3, 4]))
+    again.add(TASKS[3], "int8_row", quality.Found([], [1, 9, 9, 4]))
     record = quality.as_record(again, METHODS, SETTINGS, TASKS)
     assert record["text"].startswith("genesis_1_25.txt: 2 windows")
     assert not record["stopped_early"]
     assert [row["needles_found"] for row in record["rows"]] == [1, 1]
+    assert record["greedy"].startswith("2 prompts")
+    assert [row["greedy_tokens_same"] for row in record["rows"]] == [1, 0.5]
+    assert [row["greedy_tokens_before_first_difference"] for row in record["rows"]] == [1, 0.25]
     assert "| int8_row | 8.50 |" in quality.as_table(record)
     assert quality.as_svg(record).count("<circle") == 1
     assert quality.Progress(SETTINGS, path, resume=True).found == again.found
