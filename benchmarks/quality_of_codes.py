@@ -179,10 +179,11 @@ class Worker:
             return unit, measure(self.model, unit.task)
 
     @classmethod
-    def begin(cls, file: Path, device: str, numbers: Any) -> None:
-        """In a new process: the model of a file, on the device of the process's number."""
+    def begin(cls, file: Path, device: str) -> None:
+        """In a new process of a pool, named after its number: the model of a file, on one of the devices."""
         if device == "cuda":
-            device = f"cuda:{numbers.get() % torch.cuda.device_count()}"
+            number = int(multiprocessing.current_process().name.rpartition("-")[2])
+            device = f"cuda:{number % torch.cuda.device_count()}"
         cls.here = cls(language_model.load(file)[0], device)
 
     @classmethod
@@ -197,10 +198,7 @@ def processes(file: Path, device: str, count: int) -> Iterator[Any]:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     context = multiprocessing.get_context("spawn")  # a process that is forked cannot use a GPU
-    numbers = context.Queue()
-    for number in range(count):
-        numbers.put(number)
-    with context.Pool(count, Worker.begin, (file, device, numbers)) as pool:
+    with context.Pool(count, Worker.begin, (file, device)) as pool:
         yield pool
 
 
