@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -180,7 +181,7 @@ class Worker:
 
     @classmethod
     def begin(cls, file: Path, device: str) -> None:
-        """In a new process of a pool, named after its number: the model of a file, on one of the devices."""
+        """In a new process, named after its number: the model of a file, on one of the devices."""
         if device == "cuda":
             number = int(multiprocessing.current_process().name.rpartition("-")[2])
             device = f"cuda:{number % torch.cuda.device_count()}"
@@ -192,14 +193,25 @@ class Worker:
         return cls.here.found(unit)
 
 
+Work = Callable[[Sequence[Unit]], Iterator[tuple[Unit, Found]]]
+"""Does units in any order."""
+
+
 @contextmanager
-def processes(file: Path, device: str, count: int) -> Iterator[Any]:
-    """A pool of processes of one thread each, which load the model at once."""
+def processes(file: Path, device: str, count: int) -> Iterator[Work]:
+    """Processes of one thread each, which load the model at once; one that cannot ends the run."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
-    context = multiprocessing.get_context("spawn")  # a process that is forked cannot use a GPU
-    with context.Pool(count, Worker.begin, (file, device)) as pool:
-        yield pool
+    spawned = multiprocessing.get_context("spawn")  # a process that is forked cannot use a GPU
+    with ProcessPoolExecutor(count, spawned, Worker.begin, (file, device)) as pool:
+        for _ in range(count):
+            pool.submit(os.getpid)  # starts one
+
+        def work(units: Sequence[Unit]) -> Iterator[tuple[Unit, Found]]:
+            for done in as_completed([pool.submit(Worker.do, unit) for unit in units]):
+                yield done.result()
+
+        yield work
 
 
 class Progress:
@@ -313,19 +325,13 @@ def run(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
         model, tokenizer = language_model.load(file)
         yield from records(chosen, file, model, tokenizer, partial(map, Worker(model, chosen.device).found))
         return
-    with processes(file, chosen.device, chosen.workers) as pool:
+    with processes(file, chosen.device, chosen.workers) as work:
         model, tokenizer = language_model.load(file)
-        yield from records(chosen, file, model, tokenizer, partial(pool.imap_unordered, Worker.do))
+        yield from records(chosen, file, model, tokenizer, work)
 
 
-def records(
-    chosen: argparse.Namespace,
-    file: Path,
-    model: Any,
-    tokenizer: Any,
-    work: Callable[[Sequence[Unit]], Iterator[tuple[Unit, Found]]],
-) -> Iterator[dict[str, Any]]:
-    """The same; ``work`` does units in any order."""
+def records(chosen: argparse.Namespace, file: Path, model: Any, tokenizer: Any, work: Work) -> Iterator[dict[str, Any]]:
+    """The same, by whoever works."""
     sizes = {name: getattr(chosen, name) for name in ("windows", "tokens", "needles", "prompts", "new")}
     given = tasks(tokenizer, *sizes.values())
     settings = {
