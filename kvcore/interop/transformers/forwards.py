@@ -73,6 +73,8 @@ class Forwards(Cache):
         self.captured: Captured | None = None
         # Flags of masks on the way to the host, with what tells that they are there.
         self._looked: list[tuple[torch.Tensor, Any]] = []
+        # Where they are put on the host, one after the other, in every step.
+        self._flags: list[tuple[torch.Tensor, Any]] = []
         self._left = torch.empty(0, dtype=torch.int32)
         # By kind of layer; some of the open step's layers then have no handle.
         self.alike: dict[int, Alike] = {}
@@ -341,8 +343,12 @@ class Forwards(Cache):
         """Have the host told whether all of ``whole`` is true, which ``end_captured`` asks."""
         flag, arrived = whole.all(), None
         if flag.is_cuda:
-            flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
-            arrived = torch.cuda.Event()
+            if len(self._looked) == len(self._flags):
+                with torch.inference_mode(False):
+                    kept = torch.empty((), dtype=torch.bool, pin_memory=True)
+                self._flags.append((kept, torch.cuda.Event()))
+            kept, arrived = self._flags[len(self._looked)]
+            flag = kept.copy_(flag, non_blocking=True)
             arrived.record()
         self._looked.append((flag, arrived))
 
