@@ -36,11 +36,14 @@ class Ways(NamedTuple):
 
 MEASURED: dict[tuple[str, bool], Ways] = {
     ("cpu", True): Ways(
-        Way("views", "0.13 to 0.18 of the model's time in bf16, 0.4 to 0.9 in fp32"),
+        Way("views", "0.12 to 0.16 of the model's time in bf16, 0.9 to 1.1 in fp32"),
         Way("model", "over the same rows; as fast"),
     ),
     ("cpu", False): Ways(
-        Way("cache", "rows are decoded in pieces as they are read: 0.4 of the model's time in bf16, 0.9 in fp32"),
+        Way(
+            "cache",
+            "rows are decoded as they are read, in C where there is a compiler: less than half of the model's time",
+        ),
         Way("model", "torch's attention over decoded rows"),
     ),
     ("cuda", True): Ways(
