@@ -487,6 +487,18 @@ FORMATS = Formats(
         # rounds ties away from zero, which is read alike.
         _grouped("mxfp8", "e4m3", 32, "e8m0", "pow2", amax_floor=_MXFP8_FLOOR),
         _grouped("fp4_mx_block16", "e2m1", 16, "e8m0", "pow2", scale_floor=1e-10),
+        # local-inference-lab/vllm pull 82 ("nvfp4_ds_mla"): the row of MLA in four bits, rotary channels in bf16.
+        Format(
+            name="v32_nvfp4_432",
+            fields=(
+                _codes(512, "e2m1", 16, "e4m3", "e4m3"),
+                _scales(32, "e4m3"),
+                Field(name="pad", dims=16, code="zero"),
+                _ROPE,
+            ),
+            planes=(("codes", "scales", "pad", "rope"),),
+            amax_floor=_NVFP4_FLOOR,
+        ),
     )
 )
 

@@ -204,7 +204,7 @@ def _scales_apart(format: Format, rows: int) -> _Placed | None:
 
 
 def _across_tiles(format: Format, rows: int) -> _Placed | None:
-    """Coded rows of five or six lines, one after another: each lies in two neighbouring tiles, and one DMA reads it.
+    """Coded rows of four to six lines, one after another: a tile each, or in two neighbouring ones; one DMA reads it.
 
     None for others.
     """
@@ -220,7 +220,7 @@ def _across_tiles(format: Format, rows: int) -> _Placed | None:
         places.append(Place(field=field.name, buffer="tile0", base=used, stride=0, nbytes=field.nbytes, split=split))
         used += field.nbytes
     stride = _round_up(used, LANES)
-    if stride // LANES not in LINES_ACROSS:
+    if stride // LANES not in (TILE_BYTES // LANES, *LINES_ACROSS):
         return None
     places = [msgspec.structs.replace(place, stride=stride) for place in places]
     return places, [("tile0", _round_up(rows * stride, TILE_BYTES))]

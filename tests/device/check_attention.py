@@ -179,6 +179,8 @@ def small(device: str) -> Iterator[Problem]:
     )
     yield from check("mixed cuts", layer_of("v4_584", "bf16", span=9, rows=12), [40], [1], device, heads=2, count=6)
     yield from check("row_580", layer_of("row_580", "row_580", span=9, rows=12), [40], [1], device, heads=2, count=6)
+    mla = layer_of(None, "v32_nvfp4_432", dim=576, ratio=1)
+    yield from check("MLA in four bits", mla, [40, 3], [2, 1], device, heads=2, sink=False)
     yield from own_rows(
         "v4_584", layer_of("v4_584", "v4_584", span=9, rows=12), [40, 11], [25, 11], device, heads=2, count=4
     )

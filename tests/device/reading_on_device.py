@@ -19,6 +19,7 @@ import torch
 
 from kvcore import environment
 from kvcore.backends.torch_triton import flash
+from kvcore.spec import FORMATS
 from tests.device import check_attention, check_classic, check_groups, check_indexer
 from tests.device.check_attention import layer_of
 from tests.device.check_indexer import keys_layer
@@ -26,14 +27,16 @@ from tests.device.reading_scene import scene
 
 Case = Iterator[tuple[str, str]]
 MILLION = 1 << 20
-BOTH = ("v4_584", "v41_528", "v41_fp4_288", "v32_656", "row_580", "mxfp4_368", "bf16", "fp32")
+BOTH = (
+    "v4_584", "v41_528", "v41_fp4_288", "v32_656", "row_580", "mxfp4_368", "v4_nvfp4_384", "v32_nvfp4_432", "bf16",
+    "fp32",
+)  # fmt: skip
 
 
 def attention_cases(device: str) -> Iterator[Case]:
     """Formats, heads, drafts, empty selections, and one request of a token beside one of a million."""
     for name in BOTH:
-        dim = 576 if name == "v32_656" else 512
-        layer = layer_of(name, name, dim=dim)
+        layer = layer_of(name, name, dim=FORMATS[name].dim or 512)
         yield check_attention.check(f"{name}, 64 heads", layer, [5003, 129, 1], [1, 1, 1], device, count=512)
         yield check_attention.check(
             f"{name}, fp32 queries", layer, [777, 130], [1, 2], device, heads=7, count=33, dtype=torch.float32
@@ -72,6 +75,33 @@ def attention_cases(device: str) -> Iterator[Case]:
             f"v4_584, {dtype}", v4, [900, 301], [700, 301], device, heads=64, count=128, dtype=dtype
         )
     yield check_attention.own_rows("HCA", hca, [900, 301], [700, 301], device, heads=64, count=None)
+
+
+def mla_cases(device: str) -> Iterator[Case]:
+    """Rows of 576 channels, one a token: few and many requests, every row and picks; e2m1 codes of other rows, too."""
+    for name in ("bf16", "v32_656", "v32_nvfp4_432"):
+        mla = layer_of(None, name, dim=576, ratio=1)
+        for heads in (16, 128):
+            for news in (1, 3):
+                yield check_attention.check(
+                    f"MLA, {name}, {heads} heads, {news} tokens each", mla, [5003, 129, 4], [news] * 3, device,
+                    heads=heads, sink=False,
+                )  # fmt: skip
+        many = [300 + 17 * n for n in range(150)]
+        for heads in (16, 64):
+            given = {"heads": heads, "sink": False}
+            yield check_attention.check(f"MLA, {name}, {heads} heads, many", mla, many, [1] * 150, device, **given)
+            yield check_attention.check(
+                f"MLA, {name}, {heads} heads, many, picks", mla, many, [1] * 150, device, count=200, **given
+            )
+        yield check_attention.check(
+            f"MLA, {name}, fp32 queries", mla, [777, 130], [1, 2], device, heads=7, dtype=torch.float32
+        )
+    for name in ("v41_fp4_288", "mxfp4_368", "v4_nvfp4_384", "v32_nvfp4_432"):
+        layer = layer_of(name, name, dim=FORMATS[name].dim or 512)
+        yield check_attention.check(
+            f"{name}, planar", layer, [5003, 129, 1], [1, 1, 1], device, count=512, layout="planar"
+        )
 
 
 def indexer_cases(device: str) -> Iterator[Case]:
@@ -143,6 +173,7 @@ GROUPS = {
     "classic": check_classic.large,
     "groups": check_groups.large,
     "indexer": indexer_cases,
+    "mla": mla_cases,
 }
 
 

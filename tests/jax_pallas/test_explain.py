@@ -60,7 +60,7 @@ V3 = {
     "index_scores": covered("index_fp8_132_fp32scale"),
     "select": covered("index_fp8_132_fp32scale", f", else jax.numpy: {LONG}"),
     "index_select": covered("index_fp8_132_fp32scale", f", else pallas and jax.numpy: {LONG}"),
-    "attend": ("pallas and jax.numpy", "attention needs rows of a multiple of 128 channels"),
+    "attend": covered("v32_656", f"{OWN}; entries are not selected, and too many"),
     **dict.fromkeys(("gather_rows", "store_rows"), MOVED),
 }
 NO_VIEWS = ("none", "arrays of JAX never change: there are no views of pools")

@@ -26,7 +26,7 @@ from kvcore.kernels.pallas.gather_rows import gather_rows
 from kvcore.kernels.pallas.store_rows import store_rows
 from kvcore.kernels.pallas.top_k import top_k
 from kvcore.plan import Region
-from kvcore.spec import FORMATS
+from kvcore.spec import FORMATS, CacheSpec, Entries, LayerSpec
 from tests.jax_pallas import whole_step
 
 UNITS, ROWS = 3, 8
@@ -314,6 +314,16 @@ def test_the_kits_check_passes_on_the_interpreted_kernels(check: str) -> None:
     drive = found.prepare()
     ops = JaxBackend().create(found.plan, device=INTERPRETED)
     assert ops.how == "cpu, Pallas TPU interpreter"
+    agreement = compare(drive(ReferenceBackend().create(found.plan)), drive(ops))
+    assert not agreement.mismatches, agreement
+
+
+def test_rows_that_end_within_a_line_are_attended_to_in_a_kernel() -> None:
+    """As those of MLA: queries are filled up to whole lines."""
+    spec = CacheSpec(layers=[LayerSpec(entries=Entries(dim=160, ratio=1, format="bf16"))], block_tokens=24)
+    (found,) = [one for one in checks_of(spec) if one.id == "attend/bf16.m1/tpu_tile/ragged"]
+    drive, ops = found.prepare(), JaxBackend().create(found.plan, device=INTERPRETED)
+    assert {choice[2] for choice in ops.explain() if choice.verb == "attend"} == {"pallas, interpreted"}
     agreement = compare(drive(ReferenceBackend().create(found.plan)), drive(ops))
     assert not agreement.mismatches, agreement
 

@@ -16,8 +16,9 @@ from tests.jax_pallas.tpu_cases import CHIPS as EVERY_CHIP
 from tests.jax_pallas.tpu_cases import KERNELS, STEPS
 from tests.support.samples import fewest
 
-RECORDS = [Path(__file__).parents[2] / "records" / f"compile_tpu{more}.json" for more in ("", "_coded", "_appends")]
-"""The second is of what came or changed since: codes of four and eight bits, whole layers; the third of appends."""
+NAMES = ("compile_tpu", "compile_tpu_coded", "compile_tpu_appends", "compile_tpu_mla")
+RECORDS = [Path(__file__).parents[2] / "records" / f"{name}.json" for name in NAMES]
+"""The others are of what came or changed since: codes of four and eight bits, whole layers; appends; rows of MLA."""
 CHIPS = ("v6e", "v5e", "v5p", "v7x")
 """Each compiles one case of each verb at least, the first a whole step."""
 

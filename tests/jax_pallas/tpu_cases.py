@@ -60,6 +60,11 @@ def hca() -> LayerSpec:
     )
 
 
+def mla() -> LayerSpec:
+    """Rows of DeepSeek-V3 in four bits: one a token for all heads."""
+    return LayerSpec(entries=Entries(dim=576, ratio=1, format="v32_nvfp4_432"))
+
+
 def classic() -> LayerSpec:
     """Keys and values a row a head, moved by kernels that know no format: four rows to a tile, and two."""
     return LayerSpec(kv=KV(key_heads=2, key_dim=64, value_heads=2, value_dim=128, key_format="int8_row"))
@@ -136,12 +141,20 @@ def store_entries(o: JaxOps, p: Any, i: StepIndex, values: Any, keys: Any) -> An
     return o.store_entries(p, 0, i, values, keys)
 
 
+def store_rows(o: JaxOps, p: Any, i: StepIndex, values: Any) -> Any:
+    return o.store_entries(p, 0, i, values)
+
+
 def gather_window(o: JaxOps, p: Any, i: StepIndex) -> Any:
     return p, o.gather_window(p, 0, i)
 
 
 def gather_entries(o: JaxOps, p: Any, i: StepIndex) -> Any:
     return p, o.gather_entries(p, 0, i, picks(i))
+
+
+def gather_few(o: JaxOps, p: Any, i: StepIndex) -> Any:
+    return p, o.gather_entries(p, 0, i, picks(i)[:, : TOPK // 2])
 
 
 def gather_all(o: JaxOps, p: Any, i: StepIndex) -> Any:
@@ -253,6 +266,12 @@ for _name in LATENT_FORMATS:
         (csa(n),), append_window, (FORMATS[n].dim or 512,)
     )
     KERNELS[f"gather_window/{_name}/tpu_tile/decode"] = lambda n=_name: verb((csa(n),), gather_window)
+for _name, _verb, _given in (
+    ("store_entries", store_rows, ((576,),)),
+    ("gather_entries", gather_few, ()),
+    ("attend", attend_selected, ((HEADS, 576), (HEADS,))),
+):
+    KERNELS[f"{_name}/v32_nvfp4_432.m1/tpu_tile/decode"] = lambda v=_verb, g=_given: verb((mla(),), v, *g)
 for _name in INDEX_FORMATS:
     KERNELS[f"index_scores/{_name}.m4/tpu_tile/decode"] = lambda n=_name: verb((csa(index=n),), index_scores, *SCORING)
 

@@ -124,6 +124,32 @@ def test_attention_compiles(name, arch, options, record, request):
 
 
 @pytest.mark.parametrize(
+    ("name", "arch", "heads", "selected"),
+    [
+        pytest.param("v32_nvfp4_432", 80, 128, False, id="v32_nvfp4_432 A100"),
+        pytest.param("v32_nvfp4_432", 90, 128, False, id="v32_nvfp4_432 H100"),
+        pytest.param("v32_nvfp4_432", 90, 16, False, id="v32_nvfp4_432, 16 heads, H100"),
+        pytest.param("v32_nvfp4_432", 90, 128, True, id="v32_nvfp4_432, picks, H100"),
+        pytest.param("v32_nvfp4_432", 100, 128, False, id="v32_nvfp4_432 B200"),
+        pytest.param("v32_656", 90, 128, True, id="v32_656 of MLA, picks, H100"),
+        pytest.param("bf16", 90, 128, True, id="bf16 of MLA, picks, H100"),
+    ],
+)
+def test_attention_to_rows_of_mla_compiles(name, arch, heads, selected, record, request):
+    """576 channels are nine chunks; every row is an entry."""
+    entries, props = record_of("entries", dim=576, ratio=1, format=name), DeviceProps(arch, 132, SHARED[arch] << 10)
+    parts = attend.parts_of(None, entries, bf16=True)
+    config = attend.attend_config(props, 64, heads, 4096, parts, None, entries, selected=selected)
+    constants = {
+        **attend.attend_constants(config, None, entries, None, bf16=True), "WINDOW": 0, "RATIO": 1,
+        "ALL": not selected, "SINK": False, "SPLIT": True, "PAIRS": 0, "NATIVE": arch >= 89,
+    }  # fmt: skip
+    options = {"given": "bf16", "exact": True, "warps": config.warps, "shared": SHARED[arch] * 1024}
+    found = check(record, case_of(request), attend.attend_kernel, arch, constants, **options)
+    assert found.spilled_bytes <= SPILLS, found
+
+
+@pytest.mark.parametrize(
     "options",
     [
         pytest.param({"SPLIT": False}, id="of a pipeline"),

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from kvcore.kernels.triton import words
+from kvcore.kernels.triton import chunks, words
 from kvcore.spec.codes import E2M1_LEVELS, NF4_LEVELS
 
 NF4 = np.array(NF4_LEVELS, np.float32)
@@ -92,6 +92,15 @@ def test_e2m1_codes_of_two_words_are_taken_apart():
         got, want = halves(found[f"${n}"]), E2M1[list(codes)] * np.float32([0.25, 2.0**-120])
         assert got.tolist() == want.tolist()
         assert np.signbit(got).tolist() == np.signbit(want).tolist()
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.875 * 2.0**-7, 448.0, 2.0**-120], ids=str)
+@pytest.mark.parametrize("codes", [(1, 0, 8, 7, 15, 14, 9, 6), (2, 3, 4, 5, 10, 11, 12, 13)], ids=str)
+def test_e2m1_codes_of_a_word_are_taken_apart(codes, scale):
+    found = registers(chunks.E2M1_WORD.value, packed(codes, 4), int(np.float32(scale).view(np.uint32)), first=8)
+    got, want = np.concatenate([halves(found[f"p{n}"]) for n in range(4)]), E2M1[list(codes)] * np.float32(scale)
+    assert got.tolist() == want.tolist()
+    assert np.signbit(got).tolist() == np.signbit(want).tolist()
 
 
 @pytest.mark.parametrize("start", range(-127, 128, 8))

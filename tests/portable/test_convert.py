@@ -141,12 +141,19 @@ EXACT = [
     ("v4_584", "fp32", 512),
     ("mxfp4_368", "v4_584", 512),
     ("v32_656", "bf16", 576),
+    ("v32_nvfp4_432", "bf16", 576),
     ("v41_528", "bf16", 512),
     ("bf16", "fp32", 64),
 ]
+ROUNDED = [
+    ("bf16", "v4_584", 512),
+    ("v4_584", "mxfp4_368", 512),
+    ("bf16", "v32_nvfp4_432", 576),
+    ("v32_656", "v32_nvfp4_432", 576),
+]
 
 
-@pytest.mark.parametrize(("before", "after", "dim"), [*EXACT, ("bf16", "v4_584", 512), ("v4_584", "mxfp4_368", 512)])
+@pytest.mark.parametrize(("before", "after", "dim"), [*EXACT, *ROUNDED])
 def test_latents_are_exact_where_the_target_can_say_them(before, after, dim):
     layer = LayerSpec(window=Window(dim=dim, window=8, format=before), entries=Entries(dim=dim, ratio=1, format=before))
     spec = CacheSpec(layers=[layer], block_tokens=16)

@@ -27,7 +27,7 @@ FIRST, ALL = 14819178949510838875, 4192867769966869283
 """Digests of the first request and of all three, as they were where the files were written."""
 PAST = 11254040812821924935
 """Of the request with checkpoints."""
-EVERY = 3769393715970843602
+EVERY = 14409837939831479200
 """Of that of every format."""
 PROMPT = list(range(100, 121))
 

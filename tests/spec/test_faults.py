@@ -18,6 +18,7 @@ NAN, INF = float("nan"), float("inf")
         pytest.param("v32_656", 576, "00000039" * 4, 0, id="v32_656: 2^-13 as fp32"),
         pytest.param("row_580", 512, "adac6f34", 0, id="row_580: 1e-4 / 448 as fp32"),
         pytest.param("mxfp4_368", 512, "01" * 14, 0, id="mxfp4_368: 2^-126"),
+        pytest.param("v32_nvfp4_432", 576, "01" * 32, 0, id="v32_nvfp4_432: 2^-9"),
         pytest.param("index_fp8_132", 128, "00008034", 0, id="index_fp8_132: 2^-22 as fp32"),
         pytest.param("index_fp4_68", 128, "01" * 4, 0, id="index_fp4_68: 2^-126"),
         pytest.param("index_fp4_68_h", 128, "01" * 4, 0, id="index_fp4_68_h: 2^-126"),
@@ -48,6 +49,7 @@ def test_a_row_of_zeros(codec, name, dim, scales, code_byte):
         ("v32_656", 576, 128, "0000c07f"),
         ("row_580", 512, 448, "0000c07f"),
         ("mxfp4_368", 512, 32, "ff"),
+        ("v32_nvfp4_432", 576, 16, "7f"),
         ("index_fp8_132", 128, 128, "0000c07f"),
         ("index_fp8_132_fp32scale", 128, 128, "0000c07f"),
         ("index_fp4_68", 128, 32, "ff"),
@@ -90,7 +92,7 @@ def test_a_fault_in_a_rotated_row_reaches_the_whole_row_but_no_other(codec, rng)
     assert np.array_equal(codec.encode("index_fp4_68_h", values), expected)
 
 
-@pytest.mark.parametrize("name", ["v4_584", "mxfp4_368", "row_580", "v32_656"])
+@pytest.mark.parametrize("name", ["v4_584", "mxfp4_368", "row_580", "v32_656", "v32_nvfp4_432"])
 def test_rope_keeps_infinities_and_one_nan(codec, name):
     format = FORMATS[name]
     row = np.zeros((1, format.dim), np.float32)

@@ -24,6 +24,7 @@ def bytes_of(text):
         pytest.param("v4_584", 64, 512, 37440, 37440, "fa5820ed1b553a26", id="V4 page of 64 rows"),
         pytest.param("v32_656", 4, 576, 2624, 2624, "dd8f879cd38610fa", id="V3.2 inline rows"),
         pytest.param("mxfp4_368", 2, 512, 736, 736, "80985d03b61ddb37", id="MXFP4 inline rows"),
+        pytest.param("v32_nvfp4_432", 2, 576, 864, 864, "efb69f8f6a4eecc8", id="MLA in four bits, inline rows"),
         pytest.param("index_fp8_132", 64, 128, 8448, 8640, "8d175cf6a789fc98", id="FP8 index keys, power-of-two scale"),
         pytest.param("index_fp4_68", 64, 128, 4352, 4608, "adac7e2388f2687f", id="FP4 index keys"),
         pytest.param("v41_528", 64, 512, 33792, 33792, "877c6d39867b5c96", id="V4.1 window rows"),

@@ -68,7 +68,7 @@ def test_every_byte_of_a_packed_page_is_a_field_or_zero_padding(codec, name, dim
         ("v4_584", 1, 1152), ("v4_584", 2, 1728), ("v4_584", 32, 19008), ("v4_584", 64, 37440), ("v4_584", 128, 74880),
         ("v4_584", 256, 149760), ("v32_656", 64, 41984), ("v41_528", 64, 33792), ("v41_fp4_288", 64, 18432),
         ("index_fp8_132", 64, 8640), ("index_fp4_68", 64, 4608), ("index_fp4_68_h", 64, 4608), ("mxfp4_368", 64, 23552),
-        ("row_580", 64, 37120), ("v41_528", 1, 1024), ("v41_fp4_288", 1, 512),
+        ("row_580", 64, 37120), ("v41_528", 1, 1024), ("v41_fp4_288", 1, 512), ("v32_nvfp4_432", 64, 27648),
     ],
 )  # fmt: skip
 def test_bytes_of_a_packed_page(name, rows, page):
@@ -97,6 +97,8 @@ def test_addresses_in_a_v4_page(rows):
     [
         ("v32_656", 64, 1, 2, "scales", 64 * 656 + 2 * 656 + 512),
         ("v32_656", 64, 0, 63, "rope", 63 * 656 + 528),
+        ("v32_nvfp4_432", 64, 1, 2, "scales", 64 * 432 + 2 * 432 + 256),
+        ("v32_nvfp4_432", 64, 0, 63, "rope", 63 * 432 + 304),
         ("mxfp4_368", 4, 1, 1, "scales", 4 * 368 + 368 + 224),
         ("mxfp4_368", 4, 0, 2, "rope", 2 * 368 + 240),
         ("row_580", 4, 1, 1, "codes", 4 * 580 + 448),
@@ -169,6 +171,7 @@ def test_block_layout_refuses(rows, layout, where):
         ("row_580", 512, {"codes": 448, "rope": 128, "scales": 4}),
         ("v41_fp4_288", 512, {"codes": 256, "scales": 32}),
         ("mxfp4_368", 512, {"codes": 224, "scales": 14, "rope": 128}),
+        ("v32_nvfp4_432", 576, {"codes": 256, "scales": 32, "rope": 128}),
         ("bf16", 96, {"codes": 192}),
     ],
 )
@@ -184,6 +187,7 @@ def test_planar_has_one_array_a_field_and_no_padding(name, dim, expected):
         pytest.param("v32_656", {"tile0": 768}, id="V3.2: four lines of codes, one of scales, one of rope"),
         pytest.param("v41_528", {"tile0": 640}, id="V4.1 window: codes fill four lines"),
         pytest.param("v41_fp4_288", {"tile0": 512}, id="V4.1 entries: one tile"),
+        pytest.param("v32_nvfp4_432", {"tile0": 512}, id="MLA in four bits: three lines and one of rope"),
         pytest.param("index_fp4_68", {"tile0": 128}, id="FP4 index keys: a quarter of a tile"),
         pytest.param("index_fp8_132", {"tile0": 256}, id="FP8 index keys: half a tile"),
     ],

@@ -59,3 +59,19 @@ def test_a_page_of_v4_in_nvfp4_is_data_then_scales(codec):
         rope = page[352 * row + 224 : 352 * row + 352]
         assert np.array_equal(rope.view(ml_dtypes.bfloat16), rows[row, 448:].astype(ml_dtypes.bfloat16))
         assert not page[2 * 352 + 32 * row + 28 : 2 * 352 + 32 * row + 32].any()
+
+
+def test_a_row_of_mla_in_nvfp4_is_codes_scales_zeros_and_rope(codec):
+    """Of ``nvfp4_ds_mla``: bytes 0 to 255, 256 to 287, 288 to 303 and 304 to 431, written out."""
+    rows = DRAW.standard_normal((3, 576)).astype(np.float32)
+    rows[1, :16] = [0.0, -0.0, 0.5, -0.5, 1, -1, 1.5, -1.5, 2, -2, 3, -3, 4, -4, 6, -6]
+    rows[1, 496:512] = rows[1, :16] / 4
+    stored = np.asarray(codec.encode("v32_nvfp4_432", rows))
+    assert stored.shape == (3, 432)
+    for group in (slice(0, 8), slice(248, 256)):
+        assert stored[1, group].tolist() == [0x80, 0x91, 0xA2, 0xB3, 0xC4, 0xD5, 0xE6, 0xF7]
+    assert stored[1, [256, 287]].tolist() == [0x38, 0x28]  # scales of 1 and of a quarter
+    assert not stored[:, 288:304].any()
+    assert np.array_equal(stored[:, 304:].view(ml_dtypes.bfloat16), rows[:, 512:].astype(ml_dtypes.bfloat16))
+    page = np.asarray(codec.pack_page("v32_nvfp4_432", stored))
+    assert page.tobytes() == stored.tobytes()

@@ -12,6 +12,7 @@ FIXED_DIM = {
     "mxfp4_368": 512,
     "v4_nvfp4_384": 512,
     "v32_nvfp4_352": 576,
+    "v32_nvfp4_432": 576,
     "index_fp8_132": 128,
     "index_fp8_132_h": 128,
     "index_fp8_132_fp32scale": 128,

@@ -27,7 +27,7 @@ def _entries(format: str, dim: int, key: str) -> LayerSpec:
 def spec() -> CacheSpec:
     """Of all of them; blocks of 64 tokens."""
     keys = [name for one in INDEX for name in (one, f"{one}_h")]
-    latent = [("v32_656", 576), ("v32_nvfp4_352", 576), *((name, 512) for name in LATENT)]
+    latent = [("v32_656", 576), ("v32_nvfp4_352", 576), *((name, 512) for name in LATENT), ("v32_nvfp4_432", 576)]
     classic = [KV(key_heads=2, key_dim=8, key_format=name) for name in HEADS]
     over = [
         KV(key_heads=1, key_dim=32, key_format="int4_ch32", value_format="int4_g32"),

@@ -136,21 +136,23 @@ def select(kernels: str, scores_, k: int):
 
 def attends(pools, regions, q, rows: int) -> bool:
     """True where attention over ``rows`` rows a token of these regions is one kernel."""
-    fits = q.shape[2] % LANES == 0 and 0 < rows <= ROWS_A_CALL and len(q) > 0
+    fits = q.shape[2] >= LANES and 0 < rows <= ROWS_A_CALL and len(q) > 0
     return fits and all(moves(pools, region) and region.format.dim == q.shape[2] for region in regions)
 
 
 def attend(pools, q, sources, sink, scale):
     """Out [T, H, d] fp32 and lse [T, H] from q over (region, unit [T, n], row [T, n], global scale) each."""
     step = max(1, ROWS_A_CALL // sum(unit.shape[1] for _, unit, _, _ in sources))
-    outs, lses = [], []
+    dim, outs, lses = q.shape[2], [], []
+    # Kernels take whole lines: what a row's last one has beyond its channels reads as zeros.
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, -dim % LANES)))
     for first in range(0, len(q), step):
         some = slice(first, first + step)
         given = [
             Source(region, _of(pools, region), unit[some], row[some], scale) for region, unit, row, scale in sources
         ]
         out, lse = attend_rows(q[some], given, sink, scale=scale, interpret=interpreted(pools))
-        outs.append(out)
+        outs.append(out[:, :, :dim])
         lses.append(lse)
     return jnp.concatenate(outs), jnp.concatenate(lses)
 

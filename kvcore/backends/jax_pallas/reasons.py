@@ -171,8 +171,8 @@ def _flush(layer: Layer) -> tuple[str, tuple[str, ...]]:
 def _attend(layer: Layer) -> tuple[str, tuple[str, ...]]:
     roles = _touched(layer, "attend")
     declined = _unmoved(layer, *roles)
-    if not declined and any((layer.regions[role][0].format.dim or 0) % LANES for role in roles):
-        declined = f"attention needs rows of a multiple of {LANES} channels"
+    if not declined and any((layer.regions[role][0].format.dim or 0) < LANES for role in roles):
+        declined = f"attention needs rows of {LANES} channels or more"
     return declined, ("rows of the step are given", "entries are not selected, and too many")
 
 

@@ -81,6 +81,9 @@ FEW = TileConfig(heads=32, keys=32, warps=4, stages=3)
 """For so little work that every program has a multiprocessor of its own."""
 SMALL = TileConfig(heads=32, keys=16, warps=4, stages=2)
 """For GPUs whose blocks have less than LARGE bytes of shared memory."""
+WIDEST = 512
+"""Channels of the rows that cuts are made for; of wider ones, MLA's, fewer heads' sums fit into Ampere's registers."""
+WIDE_HEADS = 32
 
 
 @cache
@@ -170,8 +173,12 @@ def attend_config(
     """The cut of a call whose entries are ``selected``, or all that is visible."""
     whole = takes_whole(window, entries, parts)
     config = config_for(props, tokens, heads, keys, parts.full, whole)
-    if not selected and not whole:
-        # Only the block table decides where these rows lie: it is looked up ahead, which takes two stages.
+    wide, some = parts.dim > WIDEST, entries or window
+    if wide and props.capability < 90:
+        config = config._replace(heads=min(config.heads, WIDE_HEADS))
+    if (not selected and not whole) or (wide and some is not None and not some.quant):
+        # Only the block table decides where these rows lie: it is looked up ahead, which takes two stages. Or a third
+        # tile of wide plain rows would have no room.
         config = config._replace(stages=min(config.stages, 2))
     return config
 

@@ -20,6 +20,16 @@ def in_words(R):
 
 
 @triton.constexpr_function
+def nibble_words(R, S):
+    """e2m1 codes are loaded eight at a time where rows of many groups begin on multiples of four bytes.
+
+    Rows of few, index keys and heads, have kernels of their own for that.
+    """
+    places = (R.codes_unit, R.codes_base, R.codes_stride)
+    return R.code == "e2m1" and R.groups > 8 and not S.full and all(number % 4 == 0 for number in places)
+
+
+@triton.constexpr_function
 def scale_words(R):
     """Words that hold a row's scales of a byte, padding included; 0 where they are not whole aligned words."""
     places = (R.scales_unit, R.scales_base, R.scales_stride)
@@ -40,11 +50,14 @@ def row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R: tl.constexpr):
 
 @triton.jit
 def load_chunk(at, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
-    """Channels FIRST .. FIRST + S.chunk of rows [n]: four codes to an int32, bytes of codes, or floats; else zeros."""
+    """Channels FIRST .. FIRST + S.chunk of rows [n]: codes in int32 or in bytes, or floats; else zeros."""
     codes_at, _, plain_at = at
     keep = valid[:, None]
     if R.quant > FIRST and in_words(R):
         word = FIRST // 4 + tl.arange(0, S.chunk // 4)[None, :]
+        raw = tl.load(codes_at.to(tl.pointer_type(tl.int32))[:, None] + word, mask=keep, other=0)
+    elif R.quant > FIRST and nibble_words(R, S):
+        word = FIRST // 8 + tl.arange(0, S.chunk // 8)[None, :]
         raw = tl.load(codes_at.to(tl.pointer_type(tl.int32))[:, None] + word, mask=keep, other=0)
     elif R.quant > FIRST:
         packed: tl.constexpr = 2 if R.code == "e2m1" or R.code == "nf4" else 1
@@ -164,13 +177,83 @@ def scaled_e4m3_words(word, scale):
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (word.shape[0], 4 * word.shape[1]))
 
 
+def e2m1_pair(source: str, first: int, result: str) -> str:
+    """Assembly from an e2m1 code at bit ``first`` of either half of a register to a pair, times the halves of ``m``.
+
+    A code's magnitude, placed on either side of the border between a bf16 number's exponent and its mantissa, is the
+    code's value times 2^-126, subnormal ones included. ``n`` holds 2^126 twice, ``z`` two negative zeros.
+    """
+    moved = "".join(
+        f"{'shl.b32' if bits >= 0 else 'shr.u32'} {register}, {source}, {abs(bits)};"
+        for register, bits in (("a", 6 - first), ("b", 12 - first))
+    )
+    return f"""
+    {moved}
+    and.b32 a, a, 0x01c001c0;
+    and.b32 b, b, 0x80008000;
+    or.b32 a, a, b;
+    fma.rn.bf16x2 a, a, n, z;
+    fma.rn.bf16x2 {result}, a, m, z;
+"""
+
+
+E2M1_WORD = tl.constexpr(
+    """{
+    .reg .b32 t, u, m, z, n, a, b, p0, p1, p2, p3;
+    shr.u32 a, $8, 4;
+    prmt.b32 t, $8, a, 0x5410;
+    prmt.b32 u, $8, a, 0x7632;
+    prmt.b32 m, $9, $9, 0x3232;
+    mov.b32 z, 0x80008000;
+    mov.b32 n, 0x7e807e80;
+"""
+    + "".join(
+        e2m1_pair("tu"[pair // 2], 8 * (pair % 2), f"p{pair}") + f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, p{pair};"
+        for pair in range(4)
+    )
+    + "}"
+)
+"""A word of eight e2m1 codes, neighbours as pairs, to eight bf16 numbers times the upper half of an fp32 scale."""
+
+
 @triton.jit
-def word_scales(scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr, N: tl.constexpr):
-    """Scales of the chunk's words of four codes, [n, chunk / 4]."""
+def scaled_e2m1_words(word, scale):
+    """Words of eight e2m1 codes [n, w] times scales [n, w] that are bf16 numbers in fp32 -> bf16 [n, 8 w]."""
+    a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+        E2M1_WORD,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [word, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+               tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    even, odd = tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.reshape(tl.join(even, odd), (word.shape[0], 8 * word.shape[1]))
+
+
+@triton.jit
+def word_scales(
+    scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr, N: tl.constexpr,
+    EACH: tl.constexpr,
+):  # fmt: skip
+    """Scales of the chunk's words of EACH codes, [n, chunk / EACH]."""
     some = chunk_scales(scales, FIRST, R, S, NATIVE)
     groups: tl.constexpr = some.shape[1]
-    some = tl.broadcast_to(some[:, :, None], (N, groups, S.chunk // 4 // groups))
-    return tl.reshape(some, (N, S.chunk // 4))
+    some = tl.broadcast_to(some[:, :, None], (N, groups, S.chunk // EACH // groups))
+    return tl.reshape(some, (N, S.chunk // EACH))
+
+
+@triton.jit
+def nibble_scales(scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr, N: tl.constexpr):
+    """Scales of the chunk's words of eight codes, [n, chunk / 8]: where one word holds them, each takes its own."""
+    if scale_words(R) and S.chunk <= 4 * R.width:
+        first: tl.constexpr = FIRST // R.width
+        group = first % 4 + 8 * tl.arange(0, S.chunk // 8) // R.width
+        scale = scale_value((scales[first // 4][:, None] >> 8 * group[None, :]) & 0xFF, R, NATIVE)
+    else:
+        scale = word_scales(scales, FIRST, R, S, NATIVE, N, 8)
+    return scale
 
 
 @triton.jit
@@ -233,7 +316,12 @@ def decode_chunk(raw, scales, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl
     dtype: tl.constexpr = tl.float32 if S.full else tl.bfloat16
     n: tl.constexpr = raw.shape[0]
     if R.quant > FIRST:
-        if R.code == "e2m1":
+        if nibble_words(R, S) and NATIVE:
+            x = scaled_e2m1_words(raw, nibble_scales(scales, FIRST, R, S, NATIVE, n))
+        elif nibble_words(R, S):
+            code = (raw[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+            value = e2m1_value(tl.reshape(code, (n, S.chunk)))
+        elif R.code == "e2m1":
             byte = raw.to(tl.int32)
             value = tl.reshape(tl.join(e2m1_value(byte & 15), e2m1_value(byte >> 4)), (n, S.chunk))
         elif R.code == "nf4":
@@ -244,14 +332,15 @@ def decode_chunk(raw, scales, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl
             if R.groups == 1 and S.apart:
                 x = e4m3_words(raw)
             else:
-                x = scaled_e4m3_words(raw, word_scales(scales, FIRST, R, S, NATIVE, n))
+                x = scaled_e4m3_words(raw, word_scales(scales, FIRST, R, S, NATIVE, n, 4))
         elif in_words(R):
             even = tl.join(code_value(raw & 0xFF, R, NATIVE), code_value((raw >> 16) & 0xFF, R, NATIVE))
             odd = tl.join(code_value((raw >> 8) & 0xFF, R, NATIVE), code_value((raw >> 24) & 0xFF, R, NATIVE))
             value = tl.reshape(tl.join(even, odd), (n, S.chunk))
         else:
             value = code_value(raw.to(tl.int32), R, NATIVE)
-        if not (in_words(R) and R.code == "e4m3" and NATIVE and not S.full):
+        # Those were scaled as they were taken from their words.
+        if not (NATIVE and not S.full and (nibble_words(R, S) or (in_words(R) and R.code == "e4m3"))):
             if R.groups > 1 or not S.apart:
                 value = scaled(value, scales, FIRST, R, S, NATIVE)
             x = value.to(dtype)

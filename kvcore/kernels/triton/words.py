@@ -9,7 +9,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.chunks import chunk_scales, decode_chunk, load_row, load_scales
+from kvcore.kernels.triton.chunks import chunk_scales, decode_chunk, e2m1_pair, load_row, load_scales
 from kvcore.spec.codes import NF4_LEVELS
 
 
@@ -67,17 +67,8 @@ def _nibbles(table: str) -> str:
     return "{ .reg .b32 s, t, a, b, h, l, w, e, o;\n" + body + "}"
 
 
-def _shifted(register: str, bits: int) -> str:
-    """Assembly that moves a half's bits up, or down where ``bits`` is negative."""
-    return f"{'shl.b32' if bits >= 0 else 'shr.u32'} {register}, {abs(bits)};"
-
-
 def _e2m1() -> str:
-    """Assembly from two words of eight e2m1 codes to eight pairs, code n of both, times both words' scales.
-
-    A code's magnitude, placed on either side of the border between a bf16 number's exponent and its mantissa, is the
-    code's value times 2^-126, subnormal ones included.
-    """
+    """Assembly from two words of eight e2m1 codes to eight pairs, code n of both, times both words' scales."""
     body = """
     prmt.b32 t, $8, $9, 0x5410;
     prmt.b32 u, $8, $9, 0x7632;
@@ -85,17 +76,7 @@ def _e2m1() -> str:
     mov.b32 z, 0x80008000;
     mov.b32 n, 0x7e807e80;
 """
-    for code in range(8):
-        source, first = "tu"[code // 4], 4 * (code % 4)
-        body += f"""
-    {_shifted(f"a, {source}", 6 - first)}
-    {_shifted(f"b, {source}", 12 - first)}
-    and.b32 a, a, 0x01c001c0;
-    and.b32 b, b, 0x80008000;
-    or.b32 a, a, b;
-    fma.rn.bf16x2 a, a, n, z;
-    fma.rn.bf16x2 ${code}, a, m, z;
-"""
+    body += "".join(e2m1_pair("tu"[code // 4], 4 * (code % 4), f"${code}") for code in range(8))
     return "{ .reg .b32 t, u, m, z, n, a, b;\n" + body + "}"
 
 
