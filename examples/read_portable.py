@@ -199,8 +199,8 @@ def values(found: Rows) -> dict[str, np.ndarray]:
                 if "offsets" in fields:
                     offsets = elements(field["scale"], fields["offsets"])
                     plain = plain + np.repeat(offsets, field["group"], axis=-1)[..., : field["dims"]]
-                if found.component["global_scale"] is not None:
-                    plain = plain * np.float32(found.component["global_scale"])
+                for scale in (found.component["global_scale"], part.get("global_scale")):
+                    plain = plain if scale is None else plain * np.float32(scale)
             channels.append(plain)
         tokens = found.component["tokens_per_row"] if found.role == "kv" else 1
         decoded[part["name"]] = by_token(np.concatenate(channels, axis=-1), part["format"], tokens)

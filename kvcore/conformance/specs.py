@@ -6,6 +6,8 @@ shared pool, so that nothing passes because two numbers happen to be equal.
 
 import math
 
+import msgspec
+
 from kvcore.spec import FORMATS, KV, CacheSpec, Conv, Entries, Format, IndexKeys, LayerSpec, State, Tail, Window
 
 NAME = "conformance"
@@ -110,7 +112,9 @@ def _shared_layers() -> list[LayerSpec]:
 
 def _kv_layer(format: Format) -> LayerSpec:
     """A format for keys and values, paged: two key heads to one value head of another width."""
-    return LayerSpec(kv=KV(key_heads=2, key_dim=64, value_heads=1, value_dim=128, key_format=format.name))
+    scales = (GLOBAL_SCALE, 1.0) if format.global_scaled else msgspec.UNSET
+    kv = KV(key_heads=2, key_dim=64, value_heads=1, value_dim=128, key_format=format.name, scales=scales)
+    return LayerSpec(kv=kv)
 
 
 def _kv_storages() -> list[LayerSpec]:

@@ -6,6 +6,8 @@ SGLang is not imported: pools are known by their classes' names and read by thei
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from kvcore.errors import SpecError
 from kvcore.interop.vllm_config import CODES
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window
@@ -80,33 +82,25 @@ def spec_from(
         8
     """
     kind = type(pool).__name__
-    if unread := not_rows(pool):
-        raise SpecError(got=kind, where="spec_from", allowed="rows that a format reads alone", hint=unread)
     if kind not in READERS:
         raise SpecError(got=kind, where="spec_from", allowed=", ".join(READERS))
     given = Given(window, index, formats or {})
     return CacheSpec(layers=tuple(READERS[kind](pool, given)), block_tokens=pool.page_size, name=name)
 
 
-def not_rows(pool: Any) -> str:
-    """Why a pool's codes are not read with what lies beside them; empty where they are."""
-    method = getattr(getattr(pool, "quant_method", None), "name", "")
-    if method == "nvfp4":
-        return "Refused: nvfp4 has a scale of every layer beside those of a row, and no component of kvcore does."
-    return ""
-
-
 def coded(pool: Any) -> str | None:
     """The format of rows whose scales lie in tensors of their own; None of a pool that has none of those."""
     method = getattr(getattr(pool, "quant_method", None), "name", "")
-    return CODED.get(type(pool).__name__) or (method if method in CODED.values() else None)
+    return CODED.get(type(pool).__name__) or (method if method in (*CODED.values(), SCALED) else None)
 
 
-def _kv(pool: Any, window: int | None = None, storage: Literal["paged", "ring"] = "paged") -> LayerSpec:
+def _kv(
+    pool: Any, window: int | None = None, storage: Literal["paged", "ring"] = "paged", scales: Any = msgspec.UNSET
+) -> LayerSpec:
     code, values = _code(pool), getattr(pool, "v_head_dim", None)
     dim = None if values in (None, pool.head_dim) else values
     rows = {"key_heads": pool.head_num, "key_dim": pool.head_dim, "value_dim": dim, "key_format": code}
-    return LayerSpec(kv=KV(window=window, storage=storage, **rows))
+    return LayerSpec(kv=KV(window=window, storage=storage, scales=scales, **rows))
 
 
 def _code(pool: Any) -> str:
@@ -120,7 +114,11 @@ def _code(pool: Any) -> str:
 
 
 def _by_heads(pool: Any, given: Given) -> list[LayerSpec]:
-    return [_kv(pool, given.window)] * pool.layer_num
+    if coded(pool) != SCALED:
+        return [_kv(pool, given.window)] * pool.layer_num
+    # Layers are numbered as the model's, of which a rank may have some.
+    first, scales = getattr(pool, "start_layer", 0) or 0, pool.quant_method.get_bmm_scales
+    return [_kv(pool, given.window, scales=scales(first + number)) for number in range(pool.layer_num)]
 
 
 def _hybrid(pool: Any, given: Given) -> list[LayerSpec]:
@@ -209,6 +207,9 @@ def _online(pool: Any, number: int, dim: int) -> State | None:
         return None
     return State(heads=3, key_dim=dim, format=CODES[str(states.kv_score_buffer.kv_score.dtype).rpartition(".")[2]])
 
+
+SCALED = "nvfp4"
+"""The method whose layers have a scale of their keys, and one of their values, beside those of rows."""
 
 CODED = {
     "MHATokenToKVPoolMXFP8": "mxfp8",

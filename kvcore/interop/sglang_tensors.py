@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kvcore.adoption.cache import describe
 from kvcore.adoption.descriptor import Descriptor, IndexMap, Lines
 from kvcore.errors import SpecError
-from kvcore.interop.sglang_pools import ONLINE, coded, not_rows, spec_from
+from kvcore.interop.sglang_pools import ONLINE, coded, spec_from
 from kvcore.spec import CacheSpec, Field
 
 VALUES_AND_SCALES = {"DeepSeekV4SingleKVPool": "kv_buffer", "DeepSeekV4IndexerPool": "index_k_with_scale_buffer"}
@@ -30,6 +30,9 @@ WINDOWS = "full_to_swa"
 
 WORD = 4
 """Scales of a row of MXFP8 that lie in chunks."""
+
+GROUP = 4
+"""Rows whose scales of values in NVFP4 lie together."""
 
 PAGES = "virtual_to_physical"
 """Name of the map of pages to where they lie in the unified memory pool."""
@@ -73,7 +76,7 @@ def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str] | Descriptor]:
         ({'kv': 'TWO_X_NL_X_NBBS_NH_HS'}, [(80, 2, 8)])
     """
     kind = type(pool).__name__
-    if coded(pool) is not None and not not_rows(pool):
+    if coded(pool) is not None:
         return _of_codes(pool)
     if kind == "MHATokenToKVPool":
         laid = pool.kv_cache_layout
@@ -98,8 +101,8 @@ def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str] | Descriptor]:
         "UnifiedSWAKVPool": "pages lie where its allocators' tables say, which unified_from gives too",
         "HybridLinearKVPool": "states belong to slots of the request pool, not to it",
     }
-    allowed = "MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool, and those with codes in MXFP8 or FP4"
-    hint = f"Refused: {reasons[kind]}." if kind in reasons else not_rows(pool)
+    allowed = "MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool, and those with codes in MXFP8, FP4 or NVFP4"
+    hint = f"Refused: {reasons[kind]}." if kind in reasons else ""
     raise SpecError(got=kind, where="tensors_from", allowed=allowed, hint=hint)
 
 
@@ -191,8 +194,14 @@ def _table(allocator: Any, page: int) -> Any:
 
 def _of_codes(pool: Any) -> tuple[list[Any], Descriptor]:
     """Codes and scales of every layer, by slots, and where fields of rows lie in them."""
-    spec = spec_from(pool)
-    if hasattr(pool, "k_buffer"):
+    spec, native = spec_from(pool), getattr(pool, "native_k_scale_buffer", None) is not None
+    if native and pool.k_scale_buffer is not None:
+        allowed = "those of one backend's layout: of a row that is written here both would have to be"
+        raise SpecError(got="scales of rows in two places", where="tensors_from", allowed=allowed)
+    if native:
+        keys, values = pool.native_k_scale_buffer, pool.native_v_scale_buffer
+        both = [("key", pool.k_buffer, keys), ("value", pool.v_buffer, values)]
+    elif hasattr(pool, "k_buffer"):
         both = [("key", pool.k_buffer, pool.k_scale_buffer), ("value", pool.v_buffer, pool.v_scale_buffer)]
     else:
         both = [("", pool.kv_buffer, pool.kv_scale_buffer)]
@@ -201,7 +210,9 @@ def _of_codes(pool: Any) -> tuple[list[Any], Descriptor]:
     for layer, role, component in spec.components():
         for part, (name, codes, scales) in zip(component.parts, both, strict=True):
             for field, held in zip(part.format.fields, (codes[layer], scales[layer]), strict=True):
-                place = _chunked if held.ndim > 3 else _by_slots
+                place = _chunked if held.ndim > 4 else _by_slots
+                if held.ndim == 4:
+                    place = _turned if name == "value" else _by_heads
                 which = {"layer": layer, "role": role, "part": name, "field": field.name}
                 steps = place(held, field, part.heads, pool.page_size)
                 lines.append(Lines(**which, tensor=str(len(tensors)), offset=0, **steps))
@@ -234,6 +245,25 @@ def _chunked(held: Any, field: Field, heads: int, page: int) -> dict[str, Any]:
         "head": page * scales,
         "chunk_rows": rows,
         "chunk": scales,
+    }
+
+
+def _by_heads(held: Any, field: Field, heads: int, page: int) -> dict[str, Any]:
+    """Steps of NVFP4's scales of keys in pages [heads, rows, scales], as TensorRT-LLM's kernels read them."""
+    if held.shape[1:] != (heads, page, field.nbytes) or field.nbytes % GROUP or not held.is_contiguous():
+        got = f"{field.name} of shape {tuple(held.shape)}"
+        raise SpecError(got=got, where="tensors_from", allowed=f"pages of [{heads}, {page}, {field.nbytes}]")
+    return {"block": heads * page * field.nbytes, "token": field.nbytes, "head": page * field.nbytes}
+
+
+def _turned(held: Any, field: Field, heads: int, page: int) -> dict[str, Any]:
+    """The same of values: the scales of four rows lie scale by scale, each of all four side by side."""
+    return {
+        **_by_heads(held, field, heads, page),
+        "chunk_rows": GROUP,
+        "chunk": GROUP * field.nbytes,
+        "token": 1,
+        "byte": GROUP,
     }
 
 

@@ -20,10 +20,10 @@ from kvcore.portable.recode import Codec, Rows, Tokens, joined, pieces, scale_of
 from kvcore.portable.record import MOST_CONVERSIONS, RequestRecord, difference_of
 from kvcore.portable.rows import Content, kept_positions, owned
 from kvcore.requests.request import Conversion
-from kvcore.spec import DERIVED, FORMATS, CacheSpec, Component, LayerSpec, from_json
+from kvcore.spec import DERIVED, FORMATS, CacheSpec, Component, Format, LayerSpec, from_json
 from kvcore.spec.component import Part
 
-CHOSEN = ("format", "key_format", "value_format", "global_scale")
+CHOSEN = ("format", "key_format", "value_format", "global_scale", "scales")
 """Fields of a spec in which source and target may differ."""
 
 SIDES = {"key": "key_format", "value": "value_format"}
@@ -65,10 +65,17 @@ def with_formats(spec: CacheSpec, formats: Mapping[str, str]) -> CacheSpec:
             component: Any = getattr(layer, role, None)
             fields = {name: field for name, field in SIDES.items() if hasattr(component, field)}
             fields = fields or ({role: "format"} if hasattr(component, "format") else {})
-            wanted = {field: formats[name] for name, field in fields.items() if name in formats}
+            wanted: dict[str, Any] = {field: formats[name] for name, field in fields.items() if name in formats}
             if wanted and "value_format" in fields.values():
                 # A side that is not named keeps its format, though it was said by the other's.
                 wanted.setdefault("value_format", component.value_format or component.key_format)
+            if wanted and isinstance(getattr(component, "scales", None), tuple):
+                sides = (wanted.get("key_format", component.key_format), wanted.get("value_format"))
+                kept = [
+                    scale if FORMATS[side or sides[0]].global_scaled else 1.0
+                    for scale, side in zip(component.scales, sides, strict=True)
+                ]
+                wanted["scales"] = msgspec.UNSET if kept == [1, 1] else tuple(kept)
             if wanted:
                 found[role] = msgspec.structs.replace(component, **wanted)
                 left.difference_update(fields)
@@ -245,8 +252,8 @@ class _Conversion:
         ratio, format = component.tokens_per_row, part.format
         dim = component.given[number].format.dim or 0
         rows = len(span) // ratio
-        one = FORMATS[format.name].for_dim(dim) if format.tokens == 1 else None
-        if one is not None and tokens.format(number).name == format.name:
+        one = FORMATS[format.name].for_dim(dim).scaled(format.global_scale) if format.tokens == 1 else None
+        if one is not None and _kind(tokens.format(number)) == _kind(format):
             # Coded token by token on both sides: the same bytes, token by token.
             return joined(tokens.coded(number, one, span), one, ratio).reshape(rows, part.heads * format.row)
         values = tokens.values(number, span)
@@ -276,6 +283,11 @@ class _Conversion:
             old = self._source.get((layer, role))
             if old is not None and role not in DERIVED:
                 for before, after in zip(old.parts, new.parts, strict=True):
-                    if (before.format.name, scale_of(old)) != (after.format.name, scale_of(new)):
+                    if (*_kind(before.format), scale_of(old)) != (*_kind(after.format), scale_of(new)):
                         found[role, after.name, before.format.name, after.format.name] = None
         return list(found)
+
+
+def _kind(format: Format) -> tuple[str, float]:
+    """What is left of a format beside its size."""
+    return format.name, format.global_scale

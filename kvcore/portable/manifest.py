@@ -58,13 +58,17 @@ class FieldTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PartTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stream of a component's rows: ``heads`` rows of a format, one after another, its fields in order."""
+    """One stream of a component's rows: ``heads`` rows of a format, one after another, its fields in order.
+
+    ``global_scale``: of its values alone, where the component has several streams of a format that knows one.
+    """
 
     name: str
     heads: int
     format: str
     hadamard: bool
     fields: list[FieldTable]
+    global_scale: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ComponentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -420,6 +424,7 @@ def _of_component(component: Component) -> tuple[int, int, float | None, list[Pa
                 )
                 for field in part.format.fields
             ],
+            global_scale=msgspec.UNSET if part.format.global_scale == 1 else part.format.global_scale,
         )
         for part in component.parts
     ]

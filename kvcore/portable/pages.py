@@ -364,21 +364,22 @@ def under_way(
         begun: with ``store``, what a device's ``begin_pages`` gave of these pages.
     """
     history, record = layout.history.of(pages), layout.record.of(pages)
-    parts = (
-        (history, layout.history.strips, row.blocks[: layout.blocks]),
-        (record, ranged(layout.record.strips), [row.slot]),
-    )
+    parts = ((history, layout.history, row.blocks[: layout.blocks]), (record, layout.record, [row.slot]))
     chunks = isinstance(pages, np.ndarray) and takes_chunks(ops)
     if not store and not chunks:
         _blank(layout, pages)
     moving: list[Moving] = []
-    done = True
+    done, last = True, None
     try:
-        for part, strips, units in parts:
+        if store and chunks and begun is not None and len(record):
+            # A few bytes, which are there when history is: behind it they would wait for its last rows to be stored.
+            last = cast("Any", ops).begin_pages(record)
+        for part, section, units in parts:
             if not len(part):
                 moving.append(_Nothing())
                 continue
-            moved = strips
+            # Those of the record are looked at while history is on its way.
+            strips = moved = section.strips if part is history else ranged(section.strips)
             if store and part is record:
                 fitting = [
                     _with_room(strip, row.length - ops.plan.region(strip.layer, strip.role)[0].rows) for strip in strips
@@ -387,7 +388,7 @@ def under_way(
             at = np.array(units, np.int32)
             if chunks:
                 through: Any = cast("Any", ops).through_device
-                known = begun if part is history else None
+                known = begun if part is history else last
                 wanted = strips if digested else None
                 one = through(pools, part, moved, at, store=store, digested=wanted, blank=not store, begun=known)
                 moving += [one] * (one is not None)
@@ -403,7 +404,7 @@ def under_way(
                 _blank(layout, pages)
         yield Moved(tuple(moving), whole=chunks) if done else None
     finally:
-        Moved(tuple(moving)).wait()
+        Moved((*moving, *([] if last is None else [last]))).wait()
 
 
 def _blank(layout: PageLayout, pages: Array) -> None:

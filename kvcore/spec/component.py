@@ -15,6 +15,7 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import SpecError
+from kvcore.spec.codes import CODES
 from kvcore.spec.formats import FORMATS, Format
 
 Growth = Literal["slot", "block"]
@@ -206,6 +207,13 @@ def check_positive(component: Component, *names: str, least: int = 1) -> None:
         msgspec.structs.force_setattr(component, name, count)
 
 
+def is_scale(value: object) -> bool:
+    """True for a positive normal number of fp32, so that a product with it loses no bits to subnormals."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 2.0**-126 <= value <= CODES["fp32"].largest
+
+
 def row_format(
     name: str, dim: int, format_at: str = "format", dim_at: str = "dim", *, over_tokens: bool = False
 ) -> Format:
@@ -227,10 +235,17 @@ def row_format(
 
 
 def plain_row_format(
-    name: str, dim: int, format_at: str = "format", dim_at: str = "dim", *, over_tokens: bool = False
+    name: str,
+    dim: int,
+    format_at: str = "format",
+    dim_at: str = "dim",
+    *,
+    over_tokens: bool = False,
+    scaled: bool = False,
 ) -> Format:
-    """The same for rows that are read as they were given: neither rotated nor of a scale that the component says."""
+    """The same for rows that are read as they were given: not rotated, and of a component's scale where it says one."""
     format = row_format(name, dim, format_at, dim_at, over_tokens=over_tokens)
-    if format.hadamard or format.global_scaled:
+    # Index keys' formats are of a size of their own, and say their scale otherwise.
+    if format.hadamard or (format.global_scaled and not (scaled and FORMATS[name].dim is None)):
         raise SpecError(got=name, where=format_at, allowed="a format for K-V rows")
     return format

@@ -9,8 +9,7 @@ import msgspec
 
 from kvcore.counts import as_count
 from kvcore.errors import SpecError
-from kvcore.spec.codes import CODES
-from kvcore.spec.component import Component, Growth, Maximum, Part, check_positive, row_format
+from kvcore.spec.component import Component, Growth, Maximum, Part, check_positive, is_scale, row_format
 from kvcore.spec.formats import FORMATS, tail_format
 
 
@@ -193,16 +192,9 @@ class IndexKeys(Entries, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         Entries.__post_init__(self)
         check_positive(self, "heads", "topk")
-        if not _is_scale(self.global_scale):
+        if not is_scale(self.global_scale):
             raise SpecError(got=self.global_scale, where="global_scale", allowed="a number above 0, normal in fp32")
         msgspec.structs.force_setattr(self, "global_scale", float(self.global_scale))
-
-
-def _is_scale(value: object) -> bool:
-    """True for a positive normal number of fp32, so that a product with it loses no bits to subnormals."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return 2.0**-126 <= value <= CODES["fp32"].largest
 
 
 def _check_share(component: Entries) -> None:

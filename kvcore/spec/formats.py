@@ -7,6 +7,7 @@ but in ``layout``. Encoders, decoders, sizes, planners and kernels all read this
 
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
+from typing import Any
 
 import msgspec
 
@@ -96,6 +97,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             there; a power-of-two scale is rounded up from it.
         hadamard: encode rotates the row by the orthonormal Hadamard matrix first (decode does not undo it).
         global_scaled: the e4m3 scales are relative to a global fp32 scale given by the component.
+        global_scale: that of a part of a component which has several; others say theirs beside the format.
         tokens: a row of more than one is that many tokens of a head, channel by channel: all tokens of the first
             channel, then of the next. A group of ``tokens`` channels of the row is then one channel over time.
     """
@@ -108,6 +110,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     scale_floor: float = 0.0
     hadamard: bool = False
     global_scaled: bool = False
+    global_scale: float = 1.0
     tokens: int = 1
 
     def __post_init__(self) -> None:
@@ -255,6 +258,15 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """This format for rows of ``dim`` channels: itself if it has that size, a sized copy if it is sizeless."""
         return _sized(self, dim)
 
+    def scaled(self, scale: float) -> "Format":
+        """This format with a global scale of its own."""
+        return self if scale == self.global_scale else _scaled(self, scale)
+
+
+@cache
+def _scaled(format: Format, scale: float) -> Format:
+    return msgspec.structs.replace(format, global_scale=scale)
+
 
 @cache
 def _sized(format: Format, dim: int) -> Format:
@@ -360,13 +372,11 @@ def _int4(name: str, group: int, tokens: int = 1) -> Format:
     )
 
 
-def _grouped(
-    name: str, code: str, group: int, scale: str, rule: str, *, amax_floor: float = 0.0, scale_floor: float = 0.0
-) -> Format:
+def _grouped(name: str, code: str, group: int, scale: str, rule: str, **floors: Any) -> Format:
     """Channels in groups, each with a scale that lies behind all codes."""
     fields = _codes(None, code, group, scale, rule), _scales(None, scale)
     planes = ("codes",), ("scales",)
-    return Format(name=name, fields=fields, planes=planes, amax_floor=amax_floor, scale_floor=scale_floor)
+    return Format(name=name, fields=fields, planes=planes, **floors)
 
 
 def _per_token_head(name: str, code: str) -> Format:
@@ -484,9 +494,10 @@ FORMATS = Formats(
             amax_floor=_NVFP4_FLOOR,
         ),
         # SGLang's pools of these --kv-cache-dtype, whose scales lie in tensors of their own. Its encoder of the second
-        # rounds ties away from zero, which is read alike.
+        # rounds ties away from zero, which is read alike; the third has scales of a layer's keys, and of its values.
         _grouped("mxfp8", "e4m3", 32, "e8m0", "pow2", amax_floor=_MXFP8_FLOOR),
         _grouped("fp4_mx_block16", "e2m1", 16, "e8m0", "pow2", scale_floor=1e-10),
+        _grouped("nvfp4", "e2m1", 16, "e4m3", "e4m3", amax_floor=_E2M1_FLOOR, global_scaled=True),
         # local-inference-lab/vllm pull 82 ("nvfp4_ds_mla"): the row of MLA in four bits, rotary channels in bf16.
         Format(
             name="v32_nvfp4_432",

@@ -3,12 +3,12 @@
 Notation is that of ``component``.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
 from kvcore.errors import SpecError
-from kvcore.spec.component import Component, Growth, Maximum, Part, check_positive, plain_row_format
+from kvcore.spec.component import Component, Growth, Maximum, Part, check_positive, is_scale, plain_row_format
 from kvcore.spec.formats import FORMATS, Format
 
 
@@ -20,6 +20,8 @@ class KV(Component, frozen=True, kw_only=True):
 
     Storage: ``paged`` (blocks, ratio 1), ``slot`` (contiguous, row p of a slot), or ``ring`` (row p mod C of a slot,
     C = window or chunk, plus D).
+
+    Scales: of keys and of values, in formats that have a global one beside those of a row.
 
     Formats over tokens (``Format.tokens``): a row is ``ratio`` tokens, coded together as the last of them comes, and
     those of the open group wait raw in the layer's ``kv_tail``. Such keys and values are ``paged``; values may then be
@@ -35,6 +37,7 @@ class KV(Component, frozen=True, kw_only=True):
     chunk: int | None = None
     key_format: str = "bf16"
     value_format: str | None = None
+    scales: tuple[float, float] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         check_positive(self, "key_heads", "key_dim")
@@ -53,9 +56,24 @@ class KV(Component, frozen=True, kw_only=True):
         )
         parts = list(zip(self._named_parts(), (("key_format", "key_dim"), value_at), strict=True))
         for (_, _, name, dim), at in parts:
-            plain_row_format(name, dim, *at, over_tokens=True)
+            plain_row_format(name, dim, *at, over_tokens=True, scaled=True)
+        self._check_scales([FORMATS[name].global_scaled for (_, _, name, _), _ in parts])
         for (_, _, name, dim), at in parts:
             self._check_over_tokens(FORMATS[name], dim, *at)
+
+    def _check_scales(self, scaled: list[bool]) -> None:
+        # What came as JSON is checked already; anything may come from elsewhere.
+        given: Any = self.scales
+        if given is msgspec.UNSET:
+            return
+        scales = list(cast("list[Any]", given)) if isinstance(given, list | tuple) else []
+        if [is_scale(one) for one in scales] != [True, True]:
+            raise SpecError(got=self.scales, where="scales", allowed="two numbers above 0, normal in fp32")
+        key, value = map(float, scales)
+        if any(scale != 1 and not takes for scale, takes in zip((key, value), scaled, strict=True)):
+            allowed = "1 for rows of a format without a global scale"
+            raise SpecError(got=self.scales, where="scales", allowed=allowed)
+        msgspec.structs.force_setattr(self, "scales", (key, value))
 
     def _check_over_tokens(self, format: Format, dim: int, format_at: str, dim_at: str) -> None:
         if self.ratio == 1:
@@ -96,8 +114,10 @@ class KV(Component, frozen=True, kw_only=True):
     @property
     def parts(self) -> tuple[Part, ...]:
         ratio = self.ratio
+        scales = (1.0, 1.0) if isinstance(self.scales, msgspec.UnsetType) else self.scales
         return tuple(
-            Part(part, heads, FORMATS[name].for_dim(ratio * dim)) for part, heads, name, dim in self._named_parts()
+            Part(part, heads, FORMATS[name].for_dim(ratio * dim).scaled(scale))
+            for (part, heads, name, dim), scale in zip(self._named_parts(), scales, strict=True)
         )
 
     @property

@@ -266,12 +266,97 @@ def test_scales_of_pages_of_128_tokens_lie_in_chunks():
         tensors_from(narrow)
 
 
-def test_codes_that_no_format_reads_alone_are_refused_with_the_reason():
-    nvfp4 = type("MHATokenToKVPool", (SimpleNamespace,), {})(
-        quant_method=SimpleNamespace(name="nvfp4"), kv_cache_layout="nhd", k_scale_buffer=[]
+def nvfp4(monkeypatch, native):
+    """A pool of ``NVFP4KVCacheMethod`` with a checkpoint's scales, and scales of rows as one backend has them."""
+    told = {
+        "kv_storage_dtype": torch.uint8,
+        "dequant_workspace_dtype": None,
+        "needs_native_fp4_scales": native,
+        "needs_linear_scale_buffer": not native,
+    }
+    for name, value in told.items():
+        monkeypatch.setattr(methods.NVFP4KVCacheMethod, name, lambda _, value=value: value)
+    method = methods.NVFP4KVCacheMethod(num_layers=2, device="cpu", page_size=PAGE, native_scale_layout=native)
+    method.k_scales_float, method.v_scales_float = [0.5, 3.0], [0.0371, 1.0]
+    monkeypatch.setattr(pools.MHATokenToKVPool, "is_quantized_kv_cache", True)
+    pool = pools.MHATokenToKVPool(
+        dtype=torch.uint8, quant_method=method, size=5 * PAGE, page_size=PAGE, head_num=2, head_dim=64,
+        enable_alt_stream=False, **COMMON,
+    )  # fmt: skip
+    scales = [pool.native_k_scale_buffer, pool.native_v_scale_buffer]
+    scales = scales if native else [pool.k_scale_buffer, pool.v_scale_buffer]
+    for held in (*pool.k_buffer, *pool.v_buffer, *scales[0], *scales[1]):
+        random(held)
+    return pool, scales
+
+
+def scales_of(scales, part, layer, slots):
+    """Scales [slots, heads, groups] where SGLang's kernels find them."""
+    held = scales[part][layer]
+    if held.ndim == 3:
+        return held[slots]
+    page, at = slots // PAGE, slots % PAGE
+    if not part:
+        return held[page, :, at]
+    count = held.shape[-1]
+    (swizzle,) = own_modules("sglang", "srt.layers.quantization.nvfp4_kv_cache")
+    rows, columns = swizzle.nvfp4_v_scale_swizzle_indices(at[:, None], torch.arange(count)[None], count)
+    return torch.stack([held[page[:, None], head, rows, columns] for head in range(held.shape[1])], dim=1)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_codes_whose_layers_have_scales_too(native, monkeypatch):
+    pool, scales = nvfp4(monkeypatch, native)
+    spec = sglang.spec_from(pool)
+    assert [layer.kv.scales for layer in spec.layers] == [(0.5, 0.0371), (3.0, 1.0)]
+    tensors, layout = tensors_from(pool)
+    cache = kvcore.adopt(spec, tensors, layout=layout)
+    request = cache.admit(blocks=[4, 2, 3], length=TOKENS)
+    slots, others = (
+        torch.tensor([table[at // PAGE] * PAGE + at % PAGE for at in range(TOKENS)]) for table in ([4, 2, 3], [5, 1, 0])
     )
-    with pytest.raises(SpecError, match="scale of every layer"):
-        sglang.spec_from(nvfp4)
+
+    def theirs(part, layer, slots):
+        """As ``NVFP4KVQuantizeUtil.dequantize`` says: code, times scale of a group, times the layer's."""
+        codes = (pool.k_buffer, pool.v_buffer)[part][layer][slots]
+        levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        values = levels[(nibbles & 7).long()] * torch.where(nibbles >= 8, -1.0, 1.0)
+        groups = scales_of(scales, part, layer, slots).contiguous().view(torch.float8_e4m3fn).float()
+        scaled = values.unflatten(-1, (-1, 16)) * groups[..., None]
+        return scaled.flatten(-2) * torch.tensor(pool.quant_method.get_bmm_scales(layer)[part])
+
+    for layer in range(2):
+        with cache.step({request: 0}) as step:
+            keys, values, _ = step.layer(layer).gather_kv()
+        for part, found in enumerate((keys, values)):
+            assert torch.equal(found[0, :TOKENS].float(), theirs(part, layer, slots))
+    again = cache.import_request(moved(spec, cache, request), into=cache.admit(blocks=[5, 1, 0]))
+    assert cache.digest([again]) == cache.digest([request])
+    for layer in range(2):
+        for part in range(2):
+            assert torch.equal(theirs(part, layer, slots), theirs(part, layer, others))
+    # A step writes rows that it reads, and attends to them as a cache of the library's own does.
+    own = kvcore.create_cache(spec, backend="torch_triton", max_requests=1, max_tokens=512)
+    same = own.import_request(cache.export_request(request))
+    rows, queries, found = torch.randn(2, 1, 2, 64), torch.randn(1, 4, 64), []
+    for where, one in ((cache, request), (own, same)):
+        with where.step({one: 1}) as step:
+            for layer in range(2):
+                step.layer(layer).append_kv(*rows)
+            found.append(step.layer(0).attend(queries).out)
+    assert torch.equal(*found)
+    assert cache.digest([request]) == own.digest([same])
+    at = torch.tensor([3 * PAGE + TOKENS - 2 * PAGE])
+    for part, given in enumerate(rows):
+        assert (theirs(part, 0, at) - given).abs().max() < given.abs().max() * 0.2
+
+
+def test_scales_in_the_layouts_of_two_backends_are_refused(monkeypatch):
+    pool, _ = nvfp4(monkeypatch, True)
+    pool.k_scale_buffer = pool.v_scale_buffer = pool.native_k_scale_buffer
+    with pytest.raises(SpecError, match="scales of rows in two places"):
+        tensors_from(pool)
 
 
 def test_windows_entries_index_keys_and_states_of_its_deepseek_v4_pools():

@@ -36,6 +36,7 @@ OWN = {
     "sglang": (
         "kernels.ops.attention.dsv4.kv_layout",
         "srt.layers.quantization.fp4_kv_cache_quant_method",
+        "srt.layers.quantization.nvfp4_kv_cache",
         "srt.mem_cache.allocator.base",
         "srt.mem_cache.allocator.paged",
         "srt.mem_cache.allocator.swa",

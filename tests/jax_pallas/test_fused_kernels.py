@@ -45,6 +45,7 @@ OUTSIDE = (
     "int4_ch64",
     "mxfp8",
     "fp4_mx_block16",
+    "nvfp4",
     *PER_HEAD,
 )
 IN_KERNELS = [name for name in FORMATS if name not in OUTSIDE]

@@ -31,7 +31,7 @@ def is_for_kernels(field):
 
 NAMES = [name for name, format in sorted(FORMATS.items()) if all(map(is_for_kernels, format.fields))]
 PER_HEAD = ("int8_per_token_head", "fp8_per_token_head")
-CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4", *PER_HEAD)
+CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4", "nvfp4", *PER_HEAD)
 ALONE = {"AHEAD": False}
 """Of kernels that wait for none before them, as all GPUs launch them."""
 FLUSHES = [
@@ -54,7 +54,8 @@ def regions(name, layout):
     plan = plan_cache(CacheSpec(layers=[LayerSpec(**layer)]), max_requests=2, max_tokens=512, layout=layout)
     found = {role: plan.region(0, role)[0] for role in layer}
     if name in CLASSIC:
-        kv = LayerSpec(kv=KV(key_heads=3, key_dim=dim, key_format=name))
+        scales = {"scales": (0.5, 3.0)} if format.global_scaled else {}
+        kv = LayerSpec(kv=KV(key_heads=3, key_dim=dim, key_format=name, **scales))
         found["kv"] = plan_cache(CacheSpec(layers=[kv]), max_requests=2, max_tokens=512, layout=layout).region(0, "kv")[
             0
         ]

@@ -40,6 +40,8 @@ FIELDS = [
     ("kv", {"key_format": "mxfp4", "value_dim": 7}, "value_dim", "an even number"),
     ("kv", {"key_format": "index_fp4_68_h", "key_dim": 128}, "key_format", "a format for K-V rows"),
     ("kv", {"value_format": "index_nvfp4", "value_dim": 128}, "value_format", "a format for K-V rows"),
+    ("kv", {"key_format": "nvfp4", "scales": (0.5, 0.0)}, "scales", "two numbers above 0"),
+    ("kv", {"key_format": "nvfp4", "value_format": "bf16", "scales": (0.5, 0.5)}, "scales", "without a global scale"),
 ]
 
 

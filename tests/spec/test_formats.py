@@ -48,6 +48,7 @@ SIZED_BY_COMPONENT = {
     "fp8_per_token_head": (132, 100, "fp32"),
     "mxfp8": (132, 99, "bf16"),
     "fp4_mx_block16": (72, 54, "bf16"),
+    "nvfp4": (72, 54, "fp32"),
 }
 
 

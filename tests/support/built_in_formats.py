@@ -36,6 +36,7 @@ ANY_DIM = {
     "fp8_per_token_head": 64,
     "mxfp8": 96,
     "fp4_mx_block16": 80,
+    "nvfp4": 80,
 }
 OVER_TOKENS = {"int4_ch32": 64, "int4_ch64": 128}
 DIM = {**FIXED_DIM, **ANY_DIM, **OVER_TOKENS}

@@ -10,7 +10,7 @@ TOKENS = 70
 """A full block and part of the next; over tokens, two closed groups of 32 or one of 64, and an open one."""
 
 HEADS = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4", "int4_g32", "int4_g64")
-PER_TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "mxfp8", "fp4_mx_block16")
+PER_TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "mxfp8", "fp4_mx_block16", "nvfp4")
 LATENT = ("v4_584", "v41_528", "v41_fp4_288", "row_580", "mxfp4_368", "v4_nvfp4_384")
 INDEX = ("index_fp8_132", "index_fp8_132_fp32scale", "index_fp4_68", "index_nvfp4")
 
@@ -22,6 +22,10 @@ def _entries(format: str, dim: int, key: str) -> LayerSpec:
         entries=Entries(dim=dim, ratio=32, format=format),
         index_keys=IndexKeys(dim=128, ratio=32, heads=1, topk=1, format=key, **scale),
     )
+
+
+def _scales(format: str) -> dict[str, Any]:
+    return {"scales": (0.25, 3.0)} if format == "nvfp4" else {}
 
 
 def spec() -> CacheSpec:
@@ -51,7 +55,7 @@ def spec() -> CacheSpec:
     return CacheSpec(
         layers=(
             *(LayerSpec(kv=kv) for kv in (*classic, *over, *rings)),
-            *(LayerSpec(kv=KV(key_heads=2, key_dim=8, key_format=name)) for name in PER_TOKEN_HEAD),
+            *(LayerSpec(kv=KV(key_heads=2, key_dim=8, key_format=name, **_scales(name))) for name in PER_TOKEN_HEAD),
             *(_entries(name, dim, keys[number % len(keys)]) for number, (name, dim) in enumerate(latent)),
             *(_entries("fp16", 128, key) for key in keys[len(latent) :]),
             *tails,

@@ -52,6 +52,7 @@ OF_RANGES = ("scales", "offsets")
 def encode(format: str | Format, values: Array, global_scale: float = 1.0) -> Array:
     """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
     format = sized(format, values.shape[1])
+    global_scale *= format.global_scale
     values = values.astype(jnp.float32)
     if format.hadamard:
         values = hadamard(values)
@@ -75,6 +76,7 @@ def encode(format: str | Format, values: Array, global_scale: float = 1.0) -> Ar
 def decode(format: str | Format, rows: Array, dim: int | None = None, global_scale: float = 1.0) -> Array:
     """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
     format = sized(format, dim)
+    global_scale *= format.global_scale
     channels = []
     for field in format.fields:
         if not field.is_value:

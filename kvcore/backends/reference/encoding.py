@@ -31,6 +31,7 @@ NF4_MIDPOINTS = (NF4[1:] + NF4[:-1]) / np.float32(2)
 def encode(format: str | Format, values: np.ndarray, global_scale: float = 1.0) -> np.ndarray:
     """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
     format = sized(format, values.shape[1])
+    global_scale *= format.global_scale
     values = np.asarray(values).astype(np.float32)
     if format.hadamard:
         values = hadamard(values)
@@ -57,6 +58,7 @@ def encode(format: str | Format, values: np.ndarray, global_scale: float = 1.0) 
 def decode(format: str | Format, rows: np.ndarray, dim: int | None = None, global_scale: float = 1.0) -> np.ndarray:
     """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
     format = sized(format, dim)
+    global_scale *= format.global_scale
     channels = []
     for field in format.fields:
         if not field.is_value:
@@ -161,7 +163,9 @@ def scale_of(amax: np.ndarray, field: Field, format: Format, global_scale: float
         scales = (exponent << 23).astype(np.uint32).view(np.float32)
         return scales, exponent if field.scale == "e8m0" else scales.view(np.uint32)
     if field.rule == "e4m3":
-        relative = np.clip(product / np.float32(global_scale), np.float32(E4M3_SCALE_SMALLEST), np.float32(448))
+        with np.errstate(over="ignore"):
+            relative = product / np.float32(global_scale)
+        relative = np.clip(relative, np.float32(E4M3_SCALE_SMALLEST), np.float32(448))
         stored = relative.astype(DTYPES["e4m3"])
         return stored.astype(np.float32) * np.float32(global_scale), stored.view(np.uint8)
     if field.rule == "quotient":

@@ -299,7 +299,7 @@ def begin_pages(ops, pages):
     """Pages of the host on their way to buffers of the device, for ``through_device`` to go on with; None elsewhere."""
     if not ops.movable or not pages.flags.c_contiguous or not len(pages):
         return None
-    buffers = Buffers(ops.torch_device, pages, _rows_of_chunk(pages))
+    buffers = Buffers(ops.torch_device, pages, _rows_of_chunk(pages), incoming=True)
     buffers.begin()
     return buffers
 
@@ -319,7 +319,8 @@ def through_device(ops, pools, pages, strips, units, *, store, digested=None, bl
     unlike = any(isinstance(strip.numbers, tuple) for strip in (*strips, *others))
     if unlike or not ops.movable or not pages.flags.c_contiguous:
         return None
-    buffers = Buffers(ops.torch_device, pages, _rows_of_chunk(pages)) if begun is None else begun.of_first(len(pages))
+    rows = _rows_of_chunk(pages)
+    buffers = Buffers(ops.torch_device, pages, rows, incoming=store) if begun is None else begun.of_first(len(pages))
     try:
         if store and begun is None:
             # Tables are made while pages are on the way.

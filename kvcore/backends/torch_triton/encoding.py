@@ -35,6 +35,7 @@ KNOWN = (*DTYPES, "e2m1", "nf4", "uint4")
 def encode(format: str | Format, values: torch.Tensor, global_scale: float = 1.0) -> torch.Tensor:
     """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
     format = sized(format, values.shape[1])
+    global_scale *= format.global_scale
     values = values.to(torch.float32).contiguous()
     if format.hadamard:
         values = hadamard(values)
@@ -64,6 +65,7 @@ def encode(format: str | Format, values: torch.Tensor, global_scale: float = 1.0
 def decode(format: str | Format, rows: torch.Tensor, dim: int | None = None, global_scale: float = 1.0) -> torch.Tensor:
     """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
     format = sized(format, dim)
+    global_scale *= format.global_scale
     if not len(rows):
         return torch.zeros((0, format.dim or 0), dtype=DTYPES[format.value_code], device=rows.device)
     channels = []

@@ -20,6 +20,9 @@ CHUNK, SMALLER_CHUNK, CHUNKS = 64 << 20, 32 << 20, 6
 BUFFERS = 3
 """As much is on its way to the device before anybody knows what it is."""
 
+LAST = 8
+"""Of many chunks that come in the last one is so many times smaller: nothing is copied any more while it is stored."""
+
 
 class Buffers:
     """Chunks of pages on their way, in turn through ``BUFFERS`` buffers.
@@ -28,10 +31,12 @@ class Buffers:
         device: of the pools; on the CPU, where kernels are interpreted, everything waits for everything.
         pages: [pages, bytes] in the host's memory, written to unless they only come in.
         rows: pages of a chunk.
+        incoming: they come in.
     """
 
-    def __init__(self, device: torch.device, pages: np.ndarray[Any, Any], rows: int) -> None:
-        self.pages, self.rows = pages, rows
+    def __init__(self, device: torch.device, pages: np.ndarray[Any, Any], rows: int, *, incoming: bool) -> None:
+        self.pages, self.rows, self._incoming = pages, rows, incoming
+        self._starts = self._chunks()
         self._cuda = device.type == "cuda"
         shape = min(rows, len(pages)), pages.shape[1]
         self._rooms = torch.empty((min(BUFFERS, -(-len(pages) // rows)), *shape), dtype=torch.uint8, device=device)
@@ -56,7 +61,17 @@ class Buffers:
     def of_first(self, count: int) -> "Buffers":
         """The same, of the first pages alone."""
         self.pages = self.pages[:count]
+        self._starts = self._chunks()
         return self
+
+    def _chunks(self) -> list[int]:
+        """First pages of all chunks. The first ``BUFFERS`` are the same however many pages follow."""
+        end = len(self.pages)
+        starts = [*range(0, end, self.rows)]
+        last = max(1, self.rows // LAST)
+        if self._incoming and len(starts) > BUFFERS and end - starts[-1] > last:
+            starts.append(end - last)
+        return starts
 
     def begin(self) -> None:
         """Bring the first chunks, of pages that come in; ``chunks`` brings the others, each as its buffer is free."""
@@ -65,7 +80,7 @@ class Buffers:
 
     def chunks(self, *, incoming: bool) -> Iterator[tuple[int, slice, torch.Tensor]]:
         """(buffer, pages, its bytes on the device) of every chunk: what came in, or room to be written to."""
-        for number in range(-(-len(self.pages) // self.rows)):
+        for number in range(len(self._starts)):
             some, turn = self._pages_of(number), number % BUFFERS
             self._wait(self._copied[turn])
             yield turn, some, self._rooms[turn][: some.stop - some.start]
@@ -81,7 +96,8 @@ class Buffers:
             self._wait(self._copied[turn])
 
     def _pages_of(self, number: int) -> slice:
-        return slice(number * self.rows, min((number + 1) * self.rows, len(self.pages)))
+        first, *after = self._starts[number : number + 2] or [len(self.pages)]
+        return slice(first, after[0] if after else len(self.pages))
 
     def _bring_chunk(self, number: int) -> None:
         some = self._pages_of(number)

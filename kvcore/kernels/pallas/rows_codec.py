@@ -36,6 +36,8 @@ def decodes(region: Region) -> bool:
     """True where ``decode`` knows every field of the region's format, in tiles, of any number of heads."""
     if region.layout != "tpu_tile" or region.format.dim is None or WORDS in dict(region.unit.buffers):
         return False
+    if region.format.global_scale != 1:
+        return False
     values = [field for field in region.format.fields if field.is_value]
     fp32 = all(buffer.fp32 for buffer in buffers_of(region))
     known = all(field.code in (*SUPPORTED, "int8") and (field.code != "fp32" or fp32) for field in values)

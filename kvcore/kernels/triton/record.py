@@ -138,6 +138,7 @@ def recorded(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Regi
     pad = _pad(places, quant)
     if pad is None or (quant is not None and quant.groups + pad > tile // width):
         return Declined(f"{named} has padding elsewhere than right behind its scales, or more than a tile holds")
+    scale = float(np.float32(global_scale * region.format.global_scale))
     record = RowRecord(
         dim=dim,
         quant=(quant.dims or 0) if quant else 0,
@@ -157,7 +158,7 @@ def recorded(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Regi
         limit_bits=0 if quant is None else _bits(quant.limit),
         inverse=float(np.float32(1 / CODES[quant.code].largest)) if quant else 1.0,
         largest=CODES[quant.code].largest if quant else 0.0,
-        global_scale=float(np.float32(global_scale)) if region.format.global_scaled else 1.0,
+        global_scale=scale if region.format.global_scaled else 1.0,
         hadamard=region.format.hadamard,
         code_words=bool(quant and CODES[quant.code].bits == 4 and quant.size % 8 == 0 and width % 8 == 0)
         and _in_words(region, places[quant.name] if quant else None),
