@@ -196,7 +196,7 @@ TABLE = {
             "        wrong = places < 0\n",
             "one place twice is taken",
         ),
-        ("found < self.said.first", "found < 0", "a place that is none is taken"),
+        ("found < said.first", "found < 0", "a place that is none is taken"),
     ],
     "adoption/pages.py": [
         (
