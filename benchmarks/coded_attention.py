@@ -139,6 +139,7 @@ METHODS: dict[str, Callable[[Shape], tuple[Side, Side]]] = {
         turned_before(of_format("int4_g32", shape.dim))._replace(tokens=32),
     ),
     "KIVI, 4 bits, residual 128": lambda _: kivi(4, RESIDUAL),
+    "KIVI, 4 bits, residual 32": lambda _: kivi(4, 32),
     "KIVI, 2 bits, residual 128": lambda _: kivi(2, RESIDUAL),
     "KVQuant, 4 bits, 1 % aside": kvquant,
     "TurboQuant, 4 bits": lambda shape: both(Side(turbo(4), 4 + 16 / shape.dim)),
