@@ -7,6 +7,8 @@ OWN, OTHERS = "#4878a8", "#c06030"
 LEFT, TOP, BOTTOM = 70, 40, 50
 LINE = 14
 """From one label's base line to the next."""
+LETTER = 6.2
+"""Width of one in a label, about."""
 
 
 class Dot(NamedTuple):
@@ -66,16 +68,22 @@ def scatter(
             if low_y <= at <= high_y
         ),
     ]
-    taken: list[tuple[float, float]] = []
-    for dot in sorted(dots, key=lambda dot: dot.y):
-        place_x, place_y = x(dot.x), y(dot.y)
-        label_y = place_y
-        while any(abs(label_y - other_y) < LINE and abs(place_x - other_x) < 200 for other_x, other_y in taken):
-            label_y -= LINE
-        taken.append((place_x, label_y))
+    places = [(x(dot.x), y(dot.y)) for dot in dots]
+    taken: list[tuple[float, float, float]] = []
+    for dot, (place_x, place_y) in sorted(zip(dots, places, strict=True), key=lambda pair: pair[0].y):
+        start, end = place_x + 8, place_x + 8 + LETTER * len(dot.label)
+        label_y = next(
+            free
+            for free in (place_y + way * off for off in range(height) for way in (-1, 1))
+            if not any(abs(free - at) < LINE and start < last and first < end for first, last, at in taken)
+            and not any(abs(free - at_y) < LINE / 2 + 2 and start < at_x < end for at_x, at_y in places)
+        )
+        taken.append((start, end, label_y))
         if dot.interval is not None:
             low, high = map(y, dot.interval)
             parts.append(f'<path d="M{place_x:.1f} {low:.1f}V{high:.1f}" stroke="{dot.colour}"/>')
+        if abs(place_y - label_y) > LINE / 2:
+            parts.append(f'<path d="M{place_x:.1f} {place_y:.1f}L{start:.1f} {label_y:.1f}" stroke="#bbb"/>')
         parts.append(f'<circle cx="{place_x:.1f}" cy="{place_y:.1f}" r="4" fill="{dot.colour}"/>')
-        parts.append(f'<text x="{place_x + 8:.1f}" y="{label_y + 4:.1f}">{dot.label}</text>')
+        parts.append(f'<text x="{start:.1f}" y="{label_y + 4:.1f}">{dot.label}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -381,29 +381,37 @@ def as_table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_svg(record: dict[str, Any], most: float = 0.3) -> str:
-    """Change of perplexity against bits of an element, what is raw included; a bar is the interval. Lower left wins."""
+def as_svg(record: dict[str, Any], least: float = 0.0025, most: float = 0.4) -> str:
+    """Change of perplexity against bits of an element, what is raw included; a bar is the interval. Lower left wins.
+
+    The upright axis is logarithmic; changes beyond ``least`` and ``most`` are drawn there, with what they are.
+    """
     rows = [each for each in record["rows"] if each["method"] != BASELINE]
     bits = [each["bits_at_a_window"] for each in rows]
     low, high = math.floor(min(bits)), math.ceil(max(bits))
     own = list(METHODS)[:OWN_METHODS]
+
+    def height(change: float) -> float:
+        return math.log2(min(max(change, least), most))
+
     dots = [
         Dot(
             each["bits_at_a_window"],
-            each["change"],
-            each["method"] + (f" ({each['change']:+.0%})" if each["change"] > most else ""),
+            height(each["change"]),
+            each["method"] + ("" if least <= each["change"] <= most else f" ({each['change']:+.2%})"),
             OWN if each["method"] in own else OTHERS,
-            (each["interval"][0], each["interval"][1]),
+            (height(each["interval"][0]), height(each["interval"][1])),
         )
         for each in rows
     ]
+    marks = [least * 2**power for power in range(9) if least * 2**power <= most]
     return scatter(
         "Change of perplexity against bits of a key or value element",
         f"bits, with what is still raw in {WINDOW} tokens",
         dots,
-        marks=(range(low, high + 1), (0, most / 3, 2 * most / 3, most)),
-        ends=((low, high), (-0.02, most)),
-        written=lambda at: f"{at:+.0%}",
+        marks=(range(low, high + 1), [height(mark) for mark in marks]),
+        ends=((low, high), (height(least), height(most))),
+        written=lambda at: f"{100 * 2**at:+.3g}%",
     )
 
 
