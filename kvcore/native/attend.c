@@ -20,7 +20,10 @@ typedef uint32_t eight_words __attribute__((vector_size(32)));
 /* What is told of keys, or of values; addresses are of row 0 of head 0 of unit 0. */
 enum { CODES, CODES_UNIT, CODES_ROW, CODES_HEAD, SCALES, SCALES_UNIT, SCALES_ROW, SCALES_HEAD, OFFSETS, OFFSETS_UNIT,
        OFFSETS_ROW, OFFSETS_HEAD, KIND, LEVELS, WIDTH, GROUPS, SCALE_BYTES, SCALE_TABLE, DIM,
-       SMALLEST };
+       SMALLEST, TOKENS, BY_CHANNEL, CODES_STEP, SCALES_STEP };
+
+/* A row may be that of TOKENS tokens, whose codes and scales are steps from each other: those of a token after another,
+   or BY_CHANNEL those of all tokens in a channel after another. */
 
 /* Kinds of codes. */
 enum { INT8, E4M3, NIBBLES, BF16, FP32 };
@@ -114,18 +117,20 @@ INLINE void numbers_of(const unsigned char *codes, int64_t kind, const float *le
 INLINE float decoded(const int64_t *side, int64_t unit, int64_t line, int64_t head, int64_t kind, float *row)
 {
     const int64_t dim = side[DIM], groups = side[GROUPS], width = side[WIDTH], bytes = side[SCALE_BYTES];
+    const int64_t tokens = side[TOKENS], token = tokens > 1 ? line % tokens : 0;
+    line = tokens > 1 ? line / tokens : line;
     const unsigned char *codes = (const unsigned char *)side[CODES] + unit * side[CODES_UNIT] +
-                                 line * side[CODES_ROW] + head * side[CODES_HEAD];
+                                 line * side[CODES_ROW] + head * side[CODES_HEAD] + token * side[CODES_STEP];
     const float *levels = (const float *)side[LEVELS];
     const float *table = (const float *)side[SCALE_TABLE], smallest = of_bits((uint32_t)side[SMALLEST]);
     const unsigned char *scales = (const unsigned char *)side[SCALES] + unit * side[SCALES_UNIT] +
-                                  line * side[SCALES_ROW] + head * side[SCALES_HEAD];
+                                  line * side[SCALES_ROW] + head * side[SCALES_HEAD] + token * side[SCALES_STEP];
     if (groups <= 1 && !side[OFFSETS]) {
         numbers_of(codes, kind, levels, 0, dim, 0, 1, 0, row);
         return groups ? scale_at(scales, bytes, table, smallest) : 1;
     }
     const unsigned char *offsets = (const unsigned char *)side[OFFSETS] + unit * side[OFFSETS_UNIT] +
-                                   line * side[OFFSETS_ROW] + head * side[OFFSETS_HEAD];
+                                   line * side[OFFSETS_ROW] + head * side[OFFSETS_HEAD] + token * side[SCALES_STEP];
     for (int64_t group = 0; group < groups; group++) {
         const float scale = scale_at(scales + group * bytes, bytes, table, smallest);
         const float offset = side[OFFSETS] ? scale_at(offsets + group * bytes, bytes, table, smallest) : 0;
@@ -133,6 +138,26 @@ INLINE float decoded(const int64_t *side, int64_t unit, int64_t line, int64_t he
         numbers_of(codes, kind, levels, group * width, end, 1, scale, offset, row);
     }
     return 1;
+}
+
+/* ROWS tokens of a row that is coded by channel: their numbers in one channel after another. */
+INLINE void channels(const int64_t *side, int64_t unit, int64_t line, int64_t head, int64_t kind, float *found)
+{
+    const int64_t tokens = side[TOKENS], token = line % tokens, bytes = side[SCALE_BYTES], step = side[SCALES_STEP];
+    line /= tokens;
+    const unsigned char *codes = (const unsigned char *)side[CODES] + unit * side[CODES_UNIT] +
+                                 line * side[CODES_ROW] + head * side[CODES_HEAD];
+    const unsigned char *scales = (const unsigned char *)side[SCALES] + unit * side[SCALES_UNIT] +
+                                  line * side[SCALES_ROW] + head * side[SCALES_HEAD];
+    const unsigned char *offsets = (const unsigned char *)side[OFFSETS] + unit * side[OFFSETS_UNIT] +
+                                   line * side[OFFSETS_ROW] + head * side[OFFSETS_HEAD];
+    const float *table = (const float *)side[SCALE_TABLE], smallest = of_bits((uint32_t)side[SMALLEST]);
+    for (int64_t d = 0; d < side[DIM]; d++) {
+        const float scale = scale_at(scales + d * step, bytes, table, smallest);
+        const float offset = side[OFFSETS] ? scale_at(offsets + d * step, bytes, table, smallest) : 0;
+        numbers_of(codes + d * side[CODES_STEP], kind, (const float *)side[LEVELS], token, token + ROWS, 1, scale, offset,
+                   found + d * ROWS - token);
+    }
 }
 
 INLINE float sum_of(eight v)
@@ -161,6 +186,17 @@ INLINE eight products(const float *query, const float *rows, int64_t dim)
                  pairs(pairs(sums[4], sums[5]), pairs(sums[6], sums[7])));
 }
 
+/* A query times each of ROWS rows, which lie in one channel after another. */
+INLINE eight products_of_channels(const float *query, const float *found, int64_t dim)
+{
+    eight sums[4] = {{0}};
+    for (int64_t d = 0; d < dim; d += 4)
+#pragma GCC unroll 4
+        for (int64_t n = 0; n < 4; n++)
+            sums[n] += query[d + n] * *(eight_anywhere *)(found + (d + n) * ROWS);
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
 /* exp of numbers up to 0, to an ulp or two; NaN stays. */
 INLINE eight exp_of(eight given)
 {
@@ -179,8 +215,8 @@ INLINE eight exp_of(eight given)
 }
 
 INLINE void attend_head(const float *query, int64_t group, float scale, const int64_t *keys, const int64_t *values,
-                        int64_t key_kind, int64_t value_kind, int64_t head, const int64_t *runs, int64_t count,
-                        float *out, float *greatest, float *total)
+                        int64_t key_kind, int64_t value_kind, int64_t keys_by_channel, int64_t values_by_channel,
+                        int64_t head, const int64_t *runs, int64_t count, float *out, float *greatest, float *total)
 {
     const int64_t dim = keys[DIM], value_dim = values[DIM];
     /* Where there are fewer rows, those of before: finite, or NaN that is in the sums already. */
@@ -193,7 +229,13 @@ INLINE void attend_head(const float *query, int64_t group, float scale, const in
         for (int64_t begin = 0; begin < runs[2]; begin += BLOCK) {
             const int64_t unit = runs[0], first = runs[1] + begin;
             const int64_t some = runs[2] - begin < BLOCK ? runs[2] - begin : BLOCK;
-            for (int64_t start = 0; start < some; start += ROWS) {
+            for (int64_t start = 0; start < some && keys_by_channel; start += ROWS) {
+                channels(keys, unit, first + start, head, key_kind, rows);
+                for (int64_t q = 0; q < group; q++)
+                    *(eight_anywhere *)(logits + q * BLOCK + start) =
+                        scale * products_of_channels(query + q * dim, rows, dim);
+            }
+            for (int64_t start = 0; start < some && !keys_by_channel; start += ROWS) {
                 for (int64_t n = 0; n < ROWS && start + n < some; n++)
                     factors[n] = scale * decoded(keys, unit, first + start + n, head, key_kind, rows + n * dim);
                 for (int64_t q = 0; q < group; q++)
@@ -224,7 +266,14 @@ INLINE void attend_head(const float *query, int64_t group, float scale, const in
                 }
                 total[q] += sum_of(sum);
             }
-            for (int64_t start = 0; start < some; start += ROWS) {
+            for (int64_t start = 0; start < some && values_by_channel; start += ROWS) {
+                channels(values, unit, first + start, head, value_kind, rows);
+                for (int64_t q = 0; q < group; q++)
+                    for (int64_t d = 0; d < value_dim; d += 8)
+                        *(eight_anywhere *)(out + q * value_dim + d) +=
+                            products(logits + q * BLOCK + start, rows + d * ROWS, ROWS);
+            }
+            for (int64_t start = 0; start < some && !values_by_channel; start += ROWS) {
                 for (int64_t n = 0; n < ROWS && start + n < some; n++)
                     factors[n] = decoded(values, unit, first + start + n, head, value_kind, rows + n * value_dim);
                 for (int64_t q = 0; q < group; q++) {
@@ -258,13 +307,19 @@ void kvcore_attend(const float *query, int64_t heads, int64_t group, float scale
         const float *mine = query + each * group * dim;
         const int64_t *seen = runs + 3 * begin, count = of_request[request + 1] - begin;
         float *found = out + each * group * value_dim, *most = greatest + each * group, *sum = total + each * group;
-        if (key_kind == INT8 && value_kind == INT8)
-            attend_head(mine, group, scale, keys, values, INT8, INT8, head, seen, count, found, most, sum);
+        if (keys[BY_CHANNEL] && values[BY_CHANNEL] && key_kind == NIBBLES && value_kind == NIBBLES)
+            attend_head(mine, group, scale, keys, values, NIBBLES, NIBBLES, 1, 1, head, seen, count, found, most, sum);
+        else if (keys[BY_CHANNEL] || values[BY_CHANNEL])
+            attend_head(mine, group, scale, keys, values, key_kind, value_kind, keys[BY_CHANNEL], values[BY_CHANNEL],
+                        head, seen, count, found, most, sum);
+        else if (key_kind == INT8 && value_kind == INT8)
+            attend_head(mine, group, scale, keys, values, INT8, INT8, 0, 0, head, seen, count, found, most, sum);
         else if (key_kind == E4M3 && value_kind == E4M3)
-            attend_head(mine, group, scale, keys, values, E4M3, E4M3, head, seen, count, found, most, sum);
+            attend_head(mine, group, scale, keys, values, E4M3, E4M3, 0, 0, head, seen, count, found, most, sum);
         else if (key_kind == NIBBLES && value_kind == NIBBLES)
-            attend_head(mine, group, scale, keys, values, NIBBLES, NIBBLES, head, seen, count, found, most, sum);
+            attend_head(mine, group, scale, keys, values, NIBBLES, NIBBLES, 0, 0, head, seen, count, found, most, sum);
         else
-            attend_head(mine, group, scale, keys, values, key_kind, value_kind, head, seen, count, found, most, sum);
+            attend_head(mine, group, scale, keys, values, key_kind, value_kind, 0, 0, head, seen, count, found, most,
+                        sum);
     }
 }

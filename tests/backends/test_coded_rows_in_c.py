@@ -54,7 +54,7 @@ def cache_of(formats, options, layout):
     keys, values = formats
     kv = KV(key_heads=HEADS, key_dim=DIM, key_format=keys, value_format=values, **options)
     spec = CacheSpec(layers=[LayerSpec(kv=kv)])
-    cache = kvcore.create_cache(spec, backend="torch_triton", max_requests=4, max_tokens=1024, layout=layout)
+    cache = kvcore.create_cache(spec, backend="torch_triton", max_requests=4, max_tokens=2048, layout=layout)
     for pool in cache.pools.values():
         pool.fill_(0xA5)
     return cache
@@ -102,6 +102,53 @@ def test_it_is_what_torch_gives(formats, scene, seed, monkeypatch):
         assert found is not None
         torch.testing.assert_close(mine.out, theirs.out, atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(mine.lse, theirs.lse, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [("int4_ch32", "int4_ch32"), ("int4_ch32", "int4_g32"), ("int4_ch64", "nf4_b64"), ("mxfp4", "int4_ch32")],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("layout", ["packed", "planar", "by_head"])
+def test_groups_of_tokens_are_what_torch_gives(formats, layout, seed, monkeypatch):
+    """Requests of no whole group, of some, of groups in several blocks, and of one that ends with the step."""
+    cache = cache_of(formats, {}, layout)
+    requests = filled(cache, seed, (191, 2, 300, 64))
+    gave, attend = [], cpu_coded.attend_groups
+    monkeypatch.setattr(cpu_coded, "attend_groups", lambda *a, **k: gave.append(attend(*a, **k)) or gave[-1])
+    for step in range(2):
+        with cache.step(dict.fromkeys(requests, 1)) as opened:
+            layer, count = opened.layer(0), len(requests)
+            layer.append_kv(rows(seed, count), rows(seed, count))
+            q = rows(seed, count, GROUP * HEADS)
+            sink = torch.randn(GROUP * HEADS, generator=seed) if step else None
+            mine = layer.attend(q, sink=sink)
+            with monkeypatch.context() as patch:
+                patch.setattr(cpu_coded, "attend_groups", torch_attends)
+                theirs = layer.attend(q, sink=sink)
+        torch.testing.assert_close(mine.out, theirs.out, atol=3e-6, rtol=1e-5)
+        torch.testing.assert_close(mine.lse, theirs.lse, atol=3e-6, rtol=1e-6)
+    assert len(gave) == 2
+    assert None not in gave
+
+
+def test_a_group_with_a_number_that_is_none_is_torch_s_affair(seed, monkeypatch):
+    cache = cache_of(("int4_ch32", "int4_g32"), {}, "packed")
+    request = cache.admit()
+    k, v = rows(seed, 70), rows(seed, 70)
+    k[3, 0, 5] = torch.nan
+    with cache.step({request: 70}) as step:
+        step.layer(0).append_kv(k, v)
+    with cache.step({request: 1}) as step:
+        layer = step.layer(0)
+        layer.append_kv(rows(seed, 1), rows(seed, 1))
+        q = rows(seed, 1, GROUP * HEADS)
+        mine = layer.attend(q)
+        monkeypatch.setattr(cpu_coded, "attend_groups", torch_attends)
+        theirs = layer.attend(q)
+    torch.testing.assert_close(mine.out, theirs.out, atol=3e-6, rtol=1e-5, equal_nan=True)
+    assert mine.out[0, :GROUP].isnan().all()
+    assert mine.out[0, GROUP:].isfinite().all()
 
 
 def test_every_number_of_eight_bits_is_what_torch_decodes():

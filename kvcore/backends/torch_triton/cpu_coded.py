@@ -57,7 +57,7 @@ class Seen(NamedTuple):
 def fits(format: Format) -> bool:
     """Whether C decodes rows of a format."""
     values = [field for field in format.fields if field.is_value]
-    if len(values) != 1 or format.tokens > 1 or format.global_scaled or (format.dim or 1) % 8:
+    if len(values) != 1 or format.global_scaled or (format.dim or 1) % (8 * format.tokens):
         return False
     field = values[0]
     whole = field.group is None or field.groups == 1 or not field.width % 8
@@ -71,18 +71,50 @@ def attend(ops: Any, pools: Any, layer: int, index: Any, q: Any, *, sink: Any, s
     shards have; no compiler; and a number that is not finite.
     """
     regions, host = ops.plan.region(layer, "kv"), ops.host(index)
-    keys, values = regions
-    heads = keys.heads
+    keys, _ = regions
     if not host.regular or len(q) != len(host.slots) or host.lengths != [start + 1 for start in host.starts]:
         return None
     seen = seen_rows(keys, ops.component(layer, "kv"), host, index)
-    work = 0 if seen is None else seen.count * heads * (keys.format.dim + values.format.dim)
-    if seen is None or work < WORTH:
+    found = None if seen is None else _over(ops, pools, regions, seen, q, scale)
+    if found is None:
         return None
-    run = native.wait()
+    out, logs = found
+    if not bool(logs.max() < torch.inf):
+        return None
+    if sink is not None:
+        out *= torch.sigmoid(logs - sink.to(torch.float32))[..., None]
+    return Attention(out.to(q.dtype), logs)
+
+
+def attend_groups(ops: Any, pools: Any, layer: int, index: Any, q: Any, *, scale: float) -> Attention | None:
+    """The same of keys and values in formats over tokens: of whole groups alone, in fp32; None: torch's operations."""
+    regions, host = ops.plan.region(layer, "kv"), ops.host(index)
+    ratio, component = regions[0].tokens, ops.component(layer, "kv")
+    if ratio % 8 or len(q) != len(host.slots):
+        return None
+    key = attend_groups, regions[0].growth, regions[0].rows, component
+    if key not in host.kept:
+        ends = [length // ratio * ratio for length in host.lengths]
+        begins = [
+            min(component.first_visible(start, left), end) if start >= left else end
+            for start, left, end in zip(host.starts, host.padding, ends, strict=True)
+        ]
+        whole = not any(begin % ratio for begin in begins)
+        runs = _runs(regions[0], host, index, begins, ends) if whole else None
+        host.kept[key] = None if runs is None or (runs.runs[:, 0] < 0).any() else runs
+    found = None if host.kept[key] is None else _over(ops, pools, regions, host.kept[key], q, scale)
+    return None if found is None else Attention(*found)
+
+
+def _over(ops: Any, pools: Any, regions: Any, seen: Seen, q: Any, scale: float) -> tuple[Any, Any] | None:
+    """Attention [T, H, dim] in fp32 to rows, and its log-sum-exp; None: too few rows, or no compiler."""
+    keys, values = regions
+    heads, tokens, dim = keys.heads, len(q), values.format.dim // values.tokens
+    work = seen.count * heads * (keys.format.dim // keys.tokens + dim)
+    run = native.wait() if work >= WORTH else None
     if run is None:
         return None
-    tokens, group, dim = len(q), q.shape[1] // heads, values.format.dim
+    group = q.shape[1] // heads
     query = q.to(torch.float32).contiguous()
     out = torch.empty((tokens, heads * group, dim))
     greatest, total = torch.empty((2, tokens, heads * group))
@@ -99,18 +131,18 @@ def attend(ops: Any, pools: Any, layer: int, index: Any, q: Any, *, sink: Any, s
         list(workers(os.getpid(), threads).map(part, cuts[:-1], cuts[1:]))
     else:
         part(0, count)
-    logs = greatest + total.log()
-    if not bool(logs.max() < torch.inf):
-        return None
-    if sink is not None:
-        out *= torch.sigmoid(logs - sink.to(torch.float32))[..., None]
-    return Attention(out.to(q.dtype), logs)
+    return out, greatest + total.log()
 
 
 def possible(regions: Any) -> bool:
     """Whether C decodes the rows of a layer's regions, which lie alike then."""
     keys, values = regions
-    alike = (keys.heads, keys.growth, keys.rows) == (values.heads, values.growth, values.rows)
+    alike = (keys.heads, keys.growth, keys.rows, keys.tokens) == (
+        values.heads,
+        values.growth,
+        values.rows,
+        values.tokens,
+    )
     placed = all(region.even and not any(place.split for place in region.unit.places) for region in regions)
     return alike and placed and all(fits(region.format) for region in regions)
 
@@ -134,9 +166,17 @@ def seen_rows(region: Any, component: Any, host: Any, index: Any) -> Seen | None
 
 
 def _seen_rows(region: Any, component: Any, host: Any, index: Any) -> Seen:
-    found, counts, rows = [], [0], region.rows
-    for request, (start, length, left) in enumerate(zip(host.starts, host.lengths, host.padding, strict=True)):
-        first = component.first_visible(start, left) if start >= left else length
+    firsts = [
+        component.first_visible(start, left) if start >= left else length
+        for start, length, left in zip(host.starts, host.lengths, host.padding, strict=True)
+    ]
+    return _runs(region, host, index, firsts, host.lengths)
+
+
+def _runs(region: Any, host: Any, index: Any, firsts: list[int], lengths: list[int]) -> Seen:
+    """Positions of each request from its first to its length."""
+    found, counts, rows = [], [0], region.rows * region.tokens
+    for request, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
         # Units that a request's positions go through, in order: blocks, or rounds of its ring.
         numbers = np.arange(first // rows, -(-length // rows))
         runs = np.zeros((len(numbers), 3), np.int64)
@@ -182,6 +222,11 @@ def _side(pools: Any, region: Any) -> Side:
         scales = scale_table(field.scale) if size == 1 else None
     nowhere = 0, 0, 0, 0
     smallest = np.array(RANGE_SMALLEST if field.has_offsets else 0, np.float32).view(np.int32)
+    by_channel, bits = format.tokens > 1, CODES[field.code].bits
+    if by_channel:
+        steps = region.tokens * bits // 8, size
+    else:
+        steps = (format.dim // region.tokens * bits // 8, field.groups // region.tokens * size)
     told = [
         *numbers[field.name],
         *numbers.get("scales", nowhere),
@@ -189,11 +234,14 @@ def _side(pools: Any, region: Any) -> Side:
         KINDS[field.code],
         0 if four is None else four.data_ptr(),
         field.width,
-        field.groups,
+        field.groups // region.tokens,
         size,
         0 if scales is None else scales.data_ptr(),
-        format.dim,
+        format.dim // region.tokens,
         int(smallest),
+        region.tokens,
+        by_channel,
+        *steps,
     ]
     return Side(pools, tuple(arrays), np.array(told, np.int64), (four, scales))
 
@@ -215,7 +263,7 @@ def _right(run: Lanes) -> bool:
     sides = []
     for some, factors in zip(codes, scales, strict=True):
         where = some.ctypes.data, 0, heads * dim, dim, factors.ctypes.data, 0, 4 * heads, 4, 0, 0, 0, 0
-        sides.append(np.array([*where, KINDS["int8"], 0, dim, 1, 4, 0, dim, 0], np.int64))
+        sides.append(np.array([*where, KINDS["int8"], 0, dim, 1, 4, 0, dim, 0, 1, 0, 0, 0], np.int64))
     runs, of_request = np.array([[0, 3, 70], [0, 80, 20]], np.int64), np.array([0, 2], np.int64)
     told = [each.ctypes.data for each in (*sides, runs, of_request)]
     run(query.ctypes.data, heads, group, 0.25, *told, 0, heads, found.ctypes.data, *(each.ctypes.data for each in sums))

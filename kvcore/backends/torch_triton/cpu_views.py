@@ -545,6 +545,8 @@ def decide(ops: Any, layer: Any, verb: str) -> Decision:
         why = "groups of tokens are coded and decoded whole, beside the raw rows of the open one"
         if verb == "attend_kv" and not unlike(*regions):
             why += "; one new token of each request attends to them a piece at a time"
+            if ops.layers[layer].is_decoded_in_c:
+                why += ", to those coded in C where that is worth it and there is a compiler"
         return Decision("torch", why)
     if verb == "attend_kv":
         why = unlike(*regions) or (

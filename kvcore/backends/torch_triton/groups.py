@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcore.backends.torch_triton import cpu_views, entries
+from kvcore.backends.torch_triton import cpu_coded, cpu_views, entries
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.cpu_attention import PIECE, fused, joined
 from kvcore.backends.torch_triton.layer import Layer
@@ -132,6 +132,9 @@ def attend_last(
         return None
     outs: list[torch.Tensor] = []
     logs_of: list[torch.Tensor] = []
+    whole = None
+    if layer.is_decoded_in_c and host.regular:
+        whole = cpu_coded.attend_groups(layer.ops, pools, layer.number, index, q, scale=scale)
     for request, (start, length, left) in enumerate(zip(host.starts, host.lengths, host.padding, strict=True)):
         if length != start + 1 or length <= left:
             return None
@@ -140,6 +143,9 @@ def attend_last(
         closed = length // ratio * ratio
         total: Any = None
         logs: Any = None
+        if whole is not None:
+            total, logs = (each[request].reshape(1, heads, -1, *each.shape[2:]) for each in whole)
+            first = max(first, closed)
         for low, high in _pieces(first, closed, length, ratio):
             k, v = (
                 _tokens(layer, pools, index, request, part, range(low, high), raw=low >= closed)[max(first - low, 0) :]
