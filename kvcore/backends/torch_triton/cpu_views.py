@@ -14,7 +14,8 @@ from weakref import ref
 
 import torch
 
-from kvcore.backends.torch_triton.encoding import DTYPES, plain_code, within
+from kvcore.backends.torch_triton import rows as place
+from kvcore.backends.torch_triton.encoding import DTYPES, plain_code, reinterpret, within
 from kvcore.ops import StepIndex
 from kvcore.ops.choices import Decision
 from kvcore.pools import Pools
@@ -292,6 +293,29 @@ def append(ops, pools, regions, index, arrays) -> list[tuple[Any, Any]]:
         else:
             write_scattered(values, stored.rows, scattered)
     return left
+
+
+def append_rows(ops, pools, region, index, rows) -> None:
+    """``rows.append`` of canonical rows [T, heads, row_bytes]; where they go is worked out once for layers alike."""
+    host = None if index.slots.is_cuda else ops.host(index)
+    key = append_rows, region.growth, region.rows
+    if host is not None and key not in host.kept:
+        unit, row = place.locate(region, index, index.request_index, index.positions)
+        least = index.lengths - region.rows if region.growth == "slot" else index.stored
+        stored = (unit >= 0) & (index.positions >= place.of_request(least, index.request_index))
+        host.kept[key] = (unit, row) if len(unit) and bool(stored.all()) else None
+    places = None if host is None else host.kept[key]
+    if places is None:
+        place.append(pools, region, index, rows)
+        return
+    unit, row = places
+    for part in region.unit.places:
+        first, last = region.format.byte_range(part.field)
+        view, window = place.field(pools, region, part)
+        given = place.split_bytes(rows[:, :, first:last]) if part.split else rows[:, :, first:last]
+        for copy in range(region.copies):
+            at = window(unit, row + copy * region.rows if copy else row)
+            view.index_copy_(0, at, reinterpret(given, view.dtype))
 
 
 def single_rows(host, stored: Lines, places: list[RowIndex]) -> torch.Tensor | None:

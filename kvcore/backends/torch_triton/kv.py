@@ -19,7 +19,7 @@ def append_kv(layer: Layer, pools: Pools, index: StepIndex, k: torch.Tensor, v: 
     if layer.over_tokens:
         return over_tokens.append(layer, pools, index, k, v)
     for region, values in cpu_views.append(layer.ops, pools, layer.regions["kv"], index, (k, v)):
-        place.append(pools, region, index, place.encode_rows(region, values))
+        cpu_views.append_rows(layer.ops, pools, region, index, place.encode_rows(region, values))
     return pools
 
 
