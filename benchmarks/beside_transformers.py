@@ -40,7 +40,10 @@ HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 64, 16
 WINDOWS = (1024, 4096)
 CONTEXTS = (1024, 4096, 16384)
 CHUNK = 1024  # tokens of a prefill step
-FORMATS = ("int8_row", "fp8_row", "nf4_b64", "int4_g32", "int4_ch32")
+FORMATS = ("int8_row", "nf4_b64", "int4_g32", "int4_ch32")
+MOST_DECODED = 4096
+"""Tokens of contexts whose coded rows are decoded for the model, too, which takes seconds of longer ones."""
+
 HELD = ("keys", "values", "_quantized_keys", "_quantized_values")
 """Tensors of a layer of transformers; the last two where it quantises."""
 
@@ -197,9 +200,11 @@ def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Con
         ),
         by_kvcore("kvcore, attend", kv(attention="model")),
         *(of_model(f"kvcore {form}", kv(formats=form), model, exact=False) for form in FORMATS),
-        of_model("kvcore int8_row, attention=model", kv(formats="int8_row", attention="model"), model, exact=False),
         by_kvcore("kvcore int8_row, attend", kv(formats="int8_row", attention="model"), exact=False),
     ]
+    if context <= MOST_DECODED:
+        by_model = kv(formats="int8_row", attention="model")
+        found.append(of_model("kvcore int8_row, attention=model", by_model, model, exact=False))
     return found
 
 
