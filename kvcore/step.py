@@ -159,7 +159,10 @@ class StepNumbers:
         """Those of a step that brings the same requests a token each, as this one did."""
         found = StepNumbers(self.slots, None, self.counts, self.stored, blocks)
         found.tokens, found.most_new, found.arrays = self.tokens, 1, self.arrays + _ONE_ON
-        found.longest, found.repeats = self.longest, True
+        found.repeats = True
+        if self.longest is not None:
+            # Whose requests were all new has none yet.
+            found.longest = self.longest
         if blocks is self.blocks:
             found.most_blocks = self.most_blocks
         if self.in_step and self.deepest is not None:

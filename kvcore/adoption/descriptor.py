@@ -78,7 +78,10 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         chunk_rows: rows of a chunk, where those of a block lie in chunks: row r is row r mod ``chunk_rows`` of chunk
             r div ``chunk_rows``; 0 where they do not.
         chunk: from a chunk to the next.
-        byte: from a byte of the field to the next; 1 but in blocks.
+        piece_bytes: of the field that lie side by side, where not all of it does; 0: it does.
+        piece: from such a piece to the next.
+        shifted: a ring that its owner shifts along: the newest position is in its last row, p of L tokens in row
+            ``rows`` - L + p; what would be before the first token is zeros.
     """
 
     layer: int
@@ -96,7 +99,9 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     map: str = ""
     chunk_rows: int = 0
     chunk: int = 0
-    byte: int = 1
+    piece_bytes: int = 0
+    piece: int = 0
+    shifted: bool = False
 
     @property
     def in_place(self) -> bool:
@@ -186,13 +191,14 @@ class Stretch(NamedTuple):
             head=lines.head if self.region.heads > 1 else 0,
             chunk_rows=rows,
             chunk=lines.chunk if rows < self.rows else 0,
-            byte=lines.byte if self.nbytes > 1 else 1,
+            piece_bytes=min(lines.piece_bytes or self.nbytes, self.nbytes),
+            piece=lines.piece if 0 < lines.piece_bytes < self.nbytes else 0,
         )
 
     @property
     def grain(self) -> int:
         """Bytes of it that lie side by side."""
-        return self.nbytes if self.steps.byte == 1 else 1
+        return self.steps.piece_bytes
 
     @property
     def axes(self) -> tuple[tuple[int, int, str], ...]:
@@ -202,7 +208,7 @@ class Stretch(NamedTuple):
             (steps.chunk, self.rows // steps.chunk_rows, "chunk"),
             (steps.row, steps.chunk_rows, "token"),
             (steps.head, self.region.heads, "head"),
-            (steps.byte, self.nbytes // self.grain, "byte"),
+            (steps.piece, self.nbytes // steps.piece_bytes, "piece"),
         )
 
     @property
@@ -337,9 +343,15 @@ def _stretch(lines: Lines, region: Region, nbytes: int, plan: CachePlan, maps: M
         return one
     if lines.kind == "block":
         raise SpecError(got="blocks", where=one.name, allowed="rings or pages: it grows with requests")
-    if (lines.chunk_rows, lines.chunk, lines.byte) != (0, 0, 1):
+    if (lines.chunk_rows, lines.chunk) != (0, 0):
         raise SpecError(got=f"chunks in {lines.kind}s", where=one.name, allowed="rows of rings and pages at even steps")
+    _check_pieces(one)
     units, rows = (plan.slots, region.rows) if lines.kind == "ring" else (1, 1)
+    if lines.shifted:
+        # They are copied out of it, and back: as many as are needed at once.
+        rows = plan.layers[region.layer].component(region.role).span
+        if lines.rows != rows:
+            raise SpecError(got=f"shifted rings of {lines.rows} rows", where=one.name, allowed=f"{rows}")
     if lines.map:
         units = 1
         looked_up = {"page": ("token", "page"), "ring": ("slot",)}[lines.kind]
@@ -378,9 +390,24 @@ def _check_chunks(stretch: Stretch) -> None:
     if not whole and (lines.chunk_rows, lines.chunk) != (0, 0):
         got, allowed = f"chunks of {lines.chunk_rows} rows", f"chunks that {stretch.rows} rows, those of a block, fill"
         raise SpecError(got=got, where=stretch.name, allowed=allowed)
-    if lines.byte < 1:
-        got = f"{lines.byte} bytes from a byte to the next"
-        raise SpecError(got=got, where=stretch.name, allowed="1 or more")
+    _check_pieces(stretch)
+
+
+def _check_pieces(stretch: Stretch) -> None:
+    """Refuse pieces that are no parts of the field, or of what nobody looks up, and shifted rows of that.
+
+    Raises:
+        SpecError: naming the field.
+    """
+    lines = stretch.lines
+    given = lines.piece_bytes, lines.piece
+    if given != (0, 0) and not (lines.piece_bytes > 0 and stretch.nbytes % lines.piece_bytes == 0):
+        got, allowed = f"pieces of {lines.piece_bytes} bytes", f"parts of {stretch.nbytes}, those of the field"
+        raise SpecError(got=got, where=stretch.name, allowed=allowed)
+    looked_up = lines.kind == "ring" and lines.map
+    if (lines.shifted and not looked_up) or (given != (0, 0) and not (looked_up or lines.kind == "block")):
+        got = f"{'shifted rows' if lines.shifted else 'pieces'} in {lines.kind}s"
+        raise SpecError(got=got, where=stretch.name, allowed="those of rings that a map of slots has")
 
 
 def _check_alone(stretch: Stretch, sizes: Mapping[str, int]) -> None:

@@ -55,6 +55,7 @@ class Paged(NamedTuple):
         row_bytes: of a canonical row of all parts.
         fields: of all parts.
         index: the map that places are looked up in; None: a table of pages.
+        shifted: the newest row is the last one.
     """
 
     component: Component
@@ -63,6 +64,7 @@ class Paged(NamedTuple):
     row_bytes: int
     fields: tuple[Field, ...]
     index: Index | None
+    shifted: bool = False
 
     def needed(self, start: int, length: int) -> range:
         """Positions from ``start`` on whose rows live at ``length``."""
@@ -74,8 +76,11 @@ class Paged(NamedTuple):
         needed = self.needed(start, length)
         return range(needed.start // self.rows, -(-needed.stop // self.rows)) if needed else range(0)
 
-    def places(self, table: Table, held: Held, positions: Sequence[int] | range) -> Numbers:
-        """Where rows lie, page · rows of a page + row there; -1 where they have no place, or none that was checked."""
+    def places(self, table: Table, held: Held, positions: Sequence[int] | range, length: int) -> Numbers:
+        """Where rows lie, page · rows of a page + row there; -1 where they have no place, or none that was checked.
+
+        ``length``: of the request, whose newest row a shifted ring ends with.
+        """
         rows = self.rows
         if self.index is None:
             units = [table[at // rows] if at // rows < len(table) else -1 for at in positions]
@@ -87,6 +92,7 @@ class Paged(NamedTuple):
         known = self.index.known(numbers, found)
         page = self.index.said.page
         inside = at % rows if self.index.said.of == "slot" else found % page % rows
+        inside = rows - length + at if self.shifted else inside
         return np.where(known, found // page * rows + inside, -1)
 
     def read(self, places: Numbers) -> np.ndarray[Any, Any]:
@@ -96,6 +102,7 @@ class Paged(NamedTuple):
             units, rows = self._split(places)
             for field in self.fields:
                 held = to_numpy(field.view[units, rows])
+                held = held.reshape(*held.shape[:2], field.nbytes)
                 for head in range(held.shape[1]):
                     begin = field.first + head * field.row
                     found[:, begin : begin + field.nbytes] = held[:, head]
@@ -108,8 +115,9 @@ class Paged(NamedTuple):
         at = self._split(places)
         for field in self.fields:
             begins = [field.first + head * field.row for head in range(field.view.shape[2])]
-            given = np.stack([rows[:, begin : begin + field.nbytes] for begin in begins], axis=1)
             view: Any = field.view
+            given = np.stack([rows[:, begin : begin + field.nbytes] for begin in begins], axis=1)
+            given = given.reshape(*given.shape[:2], *view.shape[3:])
             view[at] = given if isinstance(view, np.ndarray) else view.new_tensor(given)
 
     def _split(self, places: Numbers) -> tuple[list[int], list[int]]:
@@ -174,14 +182,16 @@ class Pages:
             one = self.kinds.get(key)
             size = sum(part.heads * part.format.row for part in parts)
             index = indices.get(stretch.lines.map)
-            if one is not None and (one.rows, one.units, one.index) != (stretch.rows, stretch.units, index):
+            alike = stretch.rows, stretch.units, index, stretch.lines.shifted
+            if one is not None and (one.rows, one.units, one.index, one.shifted) != alike:
                 raise ShapeError(
                     got=f"pages of {one.rows} and of {stretch.rows} rows",
                     where=f"layers[{region.layer}].{region.role}",
                     allowed="as many, as large, and as they are looked up, for all fields of a row",
                 )
             fields = (field,) if one is None else (*one.fields, field)
-            self.kinds[key] = Paged(components[key], stretch.rows, stretch.units, size, fields, index)
+            shifted = stretch.lines.shifted
+            self.kinds[key] = Paged(components[key], stretch.rows, stretch.units, size, fields, index, shifted)
         self._tabled = {key: kind for key, kind in self.kinds.items() if kind.index is None}
         self._mapped = {key: (kind, kind.index) for key, kind in self.kinds.items() if kind.index is not None}
 
@@ -298,7 +308,7 @@ class Pages:
         found: dict[Key, HostRows] = {}
         for key, kind in self.kinds.items():
             live = kind.component.live(length)
-            places = kind.places(held.tables.get(key, ()), held, live)
+            places = kind.places(held.tables.get(key, ()), held, live, length)
             found[key] = HostRows(kind.read(places), list(live))
         return found
 
@@ -313,6 +323,13 @@ class Pages:
         held = self.held(request, state.manager.numbers_given(request), place.slot)
         for key, kind in self.kinds.items():
             rows, positions = content[key]
-            places = kind.places(held.tables.get(key, ()), held, positions)
-            kept = (places >= 0) & (np.array(positions, np.int64) >= start)
+            at = np.array(positions, np.int64)
+            first = start
+            if kind.shifted:
+                # All of them move on. Before the first token there are zeros.
+                first, missing = place.length - kind.rows, range(min(0, place.length - kind.rows), 0)
+                at = np.concatenate([np.array(missing, np.int64), at])
+                rows = np.concatenate([np.zeros((len(missing), kind.row_bytes), np.uint8), rows])
+            places = kind.places(held.tables.get(key, ()), held, at.tolist(), place.length)
+            kept = (places >= 0) & (at >= first)
             kind.write(places[kept], rows[kept])

@@ -123,11 +123,11 @@ def _fill(pool: Any, fresh: bytes | None) -> None:
 
 
 def field_view(stretch: Stretch, tensor: Tensor) -> Any:
-    """Bytes of a field in every row: [units, rows, heads, bytes] uint8, where they lie."""
-    lines, heads = stretch.lines, stretch.region.heads
-    shape = stretch.units, stretch.rows, heads, stretch.nbytes
+    """Bytes of a field in every row: [units, rows, heads, pieces, bytes] uint8, where they lie."""
+    lines, heads, grain = stretch.lines, stretch.region.heads, stretch.grain
+    shape = stretch.units, stretch.rows, heads, stretch.nbytes // grain, grain
     # What is never stepped over may have been said as nothing.
-    said = zip((lines.block, lines.token, lines.head), shape, strict=False)
+    said = zip((lines.block, lines.token, lines.head, lines.piece), shape, strict=False)
     steps = (step if count > 1 else stretch.nbytes for step, count in said)
     return bytes_at(tensor, lines.offset, shape, (*steps, 1))
 

@@ -38,14 +38,17 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "NL_X_NB_BSV_BSS": ("NB", "BS", "HS"),
     "NL_X_NB_NC_BSV_BSS": ("NB", "NC", "BS", "HS"),
     "NL_X_NB_BS_NH_HS": ("NB", "BS", "NH", "HS"),
+    "NL_X_NB_HS_BS": ("NB", "HS", "BS"),
 }
-"""Name -> axes of a tensor. The last is of recurrent states, the four before it are latent rows; ``BSV_BSS`` has the
-shape of ``NB_BS_HS``, and in a block, or in each of its chunks, the planes of a format one after the other: all rows'
-values, then all rows' scales."""
+"""Name -> axes of a tensor. The last two are of recurrent states and of a convolution's inputs, which are shifted;
+those before them from ``NB_BS_HS`` on of latent rows. ``BSV_BSS`` has the shape of that, and in a block, or in each of
+its chunks, the planes of a format one after the other: all rows' values, then all rows' scales."""
 
 PLANES = ("NL_X_NB_BSV_BSS", "NL_X_NB_NC_BSV_BSS")
 
 ONE_PART = "NL_X_NB_BS_NH_HS"
+
+SHIFTED = "NL_X_NB_HS_BS"
 
 KINDS = {"rings": "ring", "pages": "page"}
 """First word of the layout of what grows with requests: ``NB`` and ``BS`` are rings and their rows, or pages and
@@ -189,9 +192,9 @@ def _tensor_of(regions: tuple[Region, ...], region: Region, tensors: Lists, layo
     if layout.startswith("TWO_X_NL_X"):
         wanted, there = f"{part}.{place}", len(outer) == 2 and len(tensors) == 2 * len(owners)
     elif layout.startswith("NL_X_TWO_X"):
-        wanted, there = f"{place}.{part}", len(outer) == len(owners) and len(tensors) == 2 * len(owners)
+        wanted, there = f"{place}.{part}", len(outer) == len(owners) and f"{place}.2" not in tensors
     elif layout.startswith("NL_X"):
-        wanted, there = outer[place] if place < len(outer) else "", len(tensors) == len(outer) == len(owners)
+        wanted, there = outer[place] if place < len(outer) else "", len(outer) == len(owners)
     else:
         wanted, there = outer[0], len(tensors) == 1
     if not there or wanted not in tensors:
@@ -216,6 +219,8 @@ def _fit(regions: tuple[Region, ...], region: Region, tensor: Tensor, layout: st
         raise ShapeError(got=f"rows of {region.role}", where=where, allowed="keys and values, or rows of one part")
     if "NH" not in axes and region.heads > 1:
         raise ShapeError(got=f"rows of {region.heads} heads", where=where, allowed="a layout with an axis NH")
+    if layout == SHIFTED and (region.growth == "block" or len(region.format.fields) > 1):
+        raise ShapeError(got=f"rows of {region.role}", where=where, allowed="plain rows of rings")
     counts, steps = dict(zip(axes, tensor.shape, strict=True)), dict(zip(axes, tensor.strides, strict=True))
     element = tensor.array.itemsize
     fields = region.format.fields
@@ -264,10 +269,13 @@ def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, sai
     units, rows = (0, 0) if said.kind == "block" else (fit.counts["NB"], fit.counts["BS"])
     planes = {place.field: place for place in block_layout(region.format, fit.counts["BS"], "packed").places}
     found: list[Lines] = []
+    apart: dict[str, Any] = {}
     for field in region.format.fields:
         if field.name == "pad":
             continue
         first, token = region.format.byte_range(field.name)[0], steps["BS"]
+        if said.name == SHIFTED:
+            apart = {"piece_bytes": field.element.bits // 8, "piece": steps["HS"], "shifted": True}
         if said.name in PLANES:
             first, token = planes[field.name].base, planes[field.name].stride
         found.append(
@@ -288,6 +296,7 @@ def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, sai
                 map=said.map,
                 chunk_rows=fit.counts["BS"] if "NC" in steps else 0,
                 chunk=steps.get("NC", 0),
+                **apart,
             )
         )
     return found

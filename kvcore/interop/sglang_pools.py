@@ -10,7 +10,7 @@ import msgspec
 
 from kvcore.errors import SpecError
 from kvcore.interop.vllm_config import CODES
-from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window
+from kvcore.spec import KV, CacheSpec, Conv, Entries, IndexKeys, LayerSpec, State, Tail, Window
 from kvcore.spec.presets import V41_FORMATS, v41_layer
 
 LATENTS = {
@@ -130,6 +130,37 @@ def _hybrid(pool: Any, given: Given) -> list[LayerSpec]:
     ]
 
 
+def _linear(pool: Any, given: Given) -> list[LayerSpec]:
+    """Layers that attend to everything, and those that carry a state and a convolution's inputs on."""
+    full, states = pool.full_kv_pool, pool.mamba_pool
+    if type(full).__name__ not in READERS:
+        raise SpecError(got=type(full).__name__, where="spec_from", allowed=", ".join(READERS))
+    attending = READERS[type(full).__name__](full, given)
+    found = {number: attending[place] for number, place in pool.full_attention_layer_id_mapping.items()}
+    inputs, *others = states.mamba_cache.conv
+    if others or states.mamba_cache.temporal.ndim != 5:
+        got = f"{1 + len(others)} convolutions and states of shape {tuple(states.mamba_cache.temporal.shape)}"
+        raise SpecError(
+            got=got, where="spec_from", allowed="a convolution and a state [heads, rows, columns] of a layer"
+        )
+    heads, rows, columns = states.mamba_cache.temporal.shape[2:]
+    channels, width = inputs.shape[2:]
+    state = State(heads=heads, key_dim=rows, value_dim=columns, format=_dtype(states.mamba_cache.temporal))
+    conv = Conv(dim=channels, width=width + 1, format=_dtype(inputs))
+    found |= {number: LayerSpec(state=state, conv=conv) for number in states.mamba_layer_ids}
+    first = min(found)
+    if sorted(found) != [*range(first, first + len(found))]:
+        raise SpecError(got=f"layers {sorted(found)}", where="spec_from", allowed="layers that follow one another")
+    return [found[number] for number in sorted(found)]
+
+
+def _dtype(tensor: Any) -> str:
+    name = str(tensor.dtype).rpartition(".")[2]
+    if name not in CODES:
+        raise SpecError(got=name, where="spec_from: states", allowed=", ".join(CODES))
+    return CODES[name]
+
+
 def _latent(pool: Any, given: Given) -> list[LayerSpec]:
     del given
     return [LayerSpec(entries=_entries(pool))] * pool.layer_num
@@ -230,5 +261,7 @@ READERS: dict[str, Callable[[Any, Given], list[LayerSpec]]] = {
     "UnifiedMLATokenToKVPool": _latent,
     "DSATokenToKVPool": _sparse,
     "DeepSeekV4TokenToKVPool": _v4,
+    "HybridLinearKVPool": _linear,
+    "UnifiedHybridLinearKVPool": _linear,
 }
 """A pool's class -> what its layers hold."""

@@ -34,6 +34,9 @@ WORD = 4
 GROUP = 4
 """Rows whose scales of values in NVFP4 lie together."""
 
+STATES = "states"
+"""Name of the map of requests to slots of states."""
+
 PAGES = "virtual_to_physical"
 """Name of the map of pages to where they lie in the unified memory pool."""
 
@@ -99,7 +102,8 @@ def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str] | Descriptor]:
         "UnifiedMHATokenToKVPool": "pages lie where its allocator's table says, which unified_from gives too",
         "UnifiedMLATokenToKVPool": "pages lie where its allocator's table says, which unified_from gives too",
         "UnifiedSWAKVPool": "pages lie where its allocators' tables say, which unified_from gives too",
-        "HybridLinearKVPool": "states belong to slots of the request pool, not to it",
+        "HybridLinearKVPool": "states belong to slots of the request pool, which hybrid_from takes too",
+        "UnifiedHybridLinearKVPool": "states belong to slots of the request pool, which hybrid_from takes too",
     }
     allowed = "MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool, and those with codes in MXFP8, FP4 or NVFP4"
     hint = f"Refused: {reasons[kind]}." if kind in reasons else ""
@@ -178,6 +182,56 @@ def unified_from(pool: Any, allocator: Any, spec: CacheSpec | None = None) -> Ma
     said = [IndexMap(name=PAGES, of="block", count=len(table), first=allocator.min_page_index)]
     tensors = lists if len(lists) > 1 else lists[0]
     return Mapped(tensors, describe(spec, tensors, {role: f"blocks {PAGES} {name}"}, maps=said), {PAGES: table})
+
+
+def hybrid_from(pool: Any, requests: Any, allocator: Any = None) -> Mapped:
+    """Tensors, descriptor and maps of a hybrid linear model's pools: keys and values, states, a convolution's inputs.
+
+    A request's ``slot`` is SGLang's ``req_pool_idx``; in the unified memory pool it is the number that
+    ``req_index_to_mamba_index_mapping`` has for that, whose place a table of the allocator's says.
+
+    Args:
+        pool: ``HybridLinearKVPool`` or ``UnifiedHybridLinearKVPool``, of keys and values or of latent rows.
+        requests: its ``HybridReqToTokenPool``.
+        allocator: of the full layers in the unified memory pool.
+
+    Raises:
+        SpecError: another pool, or states with more beside them.
+    """
+    kind, states = type(pool).__name__, pool.mamba_pool.mamba_cache
+    if kind not in ("HybridLinearKVPool", "UnifiedHybridLinearKVPool"):
+        raise SpecError(got=kind, where="hybrid_from", allowed="HybridLinearKVPool, UnifiedHybridLinearKVPool")
+    spec, full = spec_from(pool), pool.full_kv_pool
+    unified = kind.startswith("Unified")
+    table = requests.mamba_v2p_table if unified else requests.req_index_to_mamba_index_mapping
+    # Slot 0 is nobody's.
+    said = [IndexMap(name=STATES, of="slot", count=len(table), first=1)]
+    maps = {STATES: table}
+    words = ""
+    if unified:
+        maps[PAGES] = _table(allocator, full.page_size)
+        said.append(IndexMap(name=PAGES, of="block", count=len(maps[PAGES]), first=allocator.min_page_index))
+        words = f"blocks {PAGES} "
+    by_heads = hasattr(full, "k_buffer")
+    layout = {
+        "kv": f"{words}NL_X_TWO_X_NB_BS_NH_HS",
+        "entries": f"{words}{INTERLEAVED}",
+        "state": f"rings {STATES} NL_X_NB_BS_NH_HS",
+        "conv": f"rings {STATES} NL_X_NB_HS_BS",
+    }
+    tensors: list[Any] = []
+    held: list[Any] = [full.k_buffer, full.v_buffer] if by_heads else [full.kv_buffer]
+    recurrent = {number: place for place, number in enumerate(pool.mamba_pool.mamba_layer_ids)}
+    for number in sorted({*pool.full_attention_layer_id_mapping, *recurrent}):
+        if number in recurrent:
+            state, inputs = states.temporal[recurrent[number]], states.conv[0][recurrent[number]]
+            # Each slot has one state, which is all of a head's side by side.
+            tensors += [state.view(*state.shape[:2], -1)[:, None], inputs]
+            continue
+        place = pool.full_attention_layer_id_mapping[number]
+        pages = [buffers[place].unflatten(0, (-1, full.page_size)) for buffers in held]
+        tensors.append(pages if by_heads else pages[0][:, :, 0])
+    return Mapped(tensors, describe(spec, tensors, layout, maps=said), maps)
 
 
 def _table(allocator: Any, page: int) -> Any:
@@ -263,7 +317,8 @@ def _turned(held: Any, field: Field, heads: int, page: int) -> dict[str, Any]:
         "chunk_rows": GROUP,
         "chunk": GROUP * field.nbytes,
         "token": 1,
-        "byte": GROUP,
+        "piece_bytes": 1,
+        "piece": GROUP,
     }
 
 

@@ -45,14 +45,16 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
         head: from a head to the next.
         chunk_rows: rows of a chunk; those of a unit where it has no chunks.
         chunk: from a chunk to the next.
-        byte: from a byte of the field to the next.
+        piece_bytes: of the field that lie side by side: all of them, or a part.
+        piece: from such a piece to the next.
     """
 
     row: int
     head: int
     chunk_rows: int
     chunk: int
-    byte: int
+    piece_bytes: int
+    piece: int
 
     def start(self, row: Any) -> Any:
         """Bytes from row 0 to a row, or to each of several."""

@@ -31,7 +31,18 @@ CODES = lines("key", "codes", "0", block=ROWS * HEADS * 16, token=HEADS * 16, he
 SCALES = lines("key", "scales", "1", block=ROWS * HEADS, head=ROWS, chunk_rows=4, token=2, chunk=1)
 """Pages [heads, 4 rows of a chunk, 2 chunks]."""
 
-VALUES = lines("value", "codes", "2", block=ROWS * HEADS * 64, head=ROWS * 64, chunk_rows=4, chunk=256, token=1, byte=4)
+VALUES = lines(
+    "value",
+    "codes",
+    "2",
+    block=ROWS * HEADS * 64,
+    head=ROWS * 64,
+    chunk_rows=4,
+    chunk=256,
+    token=1,
+    piece_bytes=1,
+    piece=4,
+)
 """Pages [heads, chunks, 64 bytes, 4 rows of a chunk]."""
 
 RIGHT = Descriptor(block_tokens=ROWS, blocks=BLOCKS, lines=[CODES, SCALES, VALUES])
@@ -104,9 +115,11 @@ WRONG = {
     "heads in one another": ({"head": ROWS - 1}, 1, "7 bytes from a head"),
     "blocks in one another": ({"block": ROWS * HEADS - 1}, 1, "15 bytes from a block"),
     "rows behind the tensor": ({"offset": 1}, 1, "bytes 1 to 113"),
-    "bytes in one place": ({"byte": 0}, 2, "0 bytes from a byte"),
-    "bytes of other rows": ({"byte": 3}, 2, "bytes from a"),
-    "bytes behind the tensor": ({"byte": 5, "chunk": 320, "head": 640}, 2, "bytes"),
+    "bytes in one place": ({"piece": 0}, 2, "0 bytes from a piece"),
+    "pieces that are no parts": ({"piece_bytes": 3}, 2, "pieces of 3 bytes"),
+    "pieces of fewer bytes than none": ({"piece_bytes": -1}, 2, "pieces of -1 bytes"),
+    "bytes of other rows": ({"piece": 3}, 2, "bytes from a"),
+    "bytes behind the tensor": ({"piece": 5, "chunk": 320, "head": 640}, 2, "bytes"),
     "values in the keys' tensor": ({"tensor": "0"}, 2, "tensor '0'|in the same bytes"),
     "scales among the values": ({"tensor": "2", "block": ROWS * HEADS * 64}, 1, "in the same bytes"),
 }
@@ -128,9 +141,9 @@ def shown():
     yield 1, msgspec.structs.replace(chunked, chunk_rows=0, chunk=0, token=1)
     yield 1, msgspec.structs.replace(chunked, token=1, chunk=4)
     yield 1, msgspec.structs.replace(chunked, token=4, chunk=2, head=1)
-    yield 2, msgspec.structs.replace(split, token=64, byte=1)
-    yield 2, msgspec.structs.replace(split, chunk_rows=0, chunk=0, token=64, byte=1)
-    yield 2, msgspec.structs.replace(split, chunk_rows=2, chunk=128, byte=2)
+    yield 2, msgspec.structs.replace(split, token=64, piece_bytes=0, piece=0)
+    yield 2, msgspec.structs.replace(split, chunk_rows=0, chunk=0, token=64, piece_bytes=0, piece=0)
+    yield 2, msgspec.structs.replace(split, chunk_rows=2, chunk=128, piece=2)
     yield 2, msgspec.structs.replace(split, head=256, chunk=512)
 
 

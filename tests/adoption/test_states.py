@@ -1,11 +1,13 @@
 """Recurrent layers in somebody's memory: states in rings of one row or more, and rings of a convolution's inputs."""
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 import kvcore
+from kvcore.adoption import IndexMap, describe, from_json, to_json
 from kvcore.errors import ShapeError, SpecError
 from kvcore.spec import KV, CacheSpec, Conv, LayerSpec, State
 
@@ -117,3 +119,72 @@ def test_other_shapes_and_layouts_are_refused():
     # One row more than drafts ask for is the owner's to have; one fewer is not enough.
     with pytest.raises(SpecError, match="drafts"):
         adopted([states, inputs, rows], drafts=1)
+
+
+SLOT = IndexMap(name="slot", of="slot", count=SLOTS, first=1)
+SHIFTED = {**LAYOUT, "state": "rings slot NL_X_NB_BS_NH_HS", "conv": "rings slot NL_X_NB_HS_BS"}
+
+
+def shifting(kind):
+    """(tensors, map, descriptor) of an engine whose convolutions shift their inputs along, channel by channel."""
+    states, _, rows = memory(kind, 0)
+    inputs = np.full((SLOTS + 1, 5, 3), np.nan, ml_dtypes.bfloat16)
+    table = np.zeros(SLOTS, np.int64)
+    if kind == "torch":
+        inputs = torch.from_numpy(inputs.view(np.int16)).view(torch.bfloat16)
+        table = torch.from_numpy(table)
+    tensors = [states, inputs, rows]
+    return tensors, table, describe(SPEC, tensors, SHIFTED, maps=[SLOT])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_inputs_that_an_engine_shifts_along(kind, rng):
+    tensors, table, descriptor = shifting(kind)
+    cache = kvcore.adopt(SPEC, tensors, layout=from_json(to_json(descriptor)), maps={"slot": table}, max_requests=SLOTS)
+    own = kvcore.create_cache(SPEC, backend="reference", max_requests=4, max_tokens=64)
+    table[4], table[1] = 3, 5
+    world = [(own, own.admit()), (cache, cache.admit(blocks=[3, 1, 2], slot=4))]
+    told = []
+    for count in (1, 1, 4, 1, 2):
+        tell(world, rng, count, abort=True)
+        told += list(tell(world, rng, count)[1])
+        last = np.zeros((3, 5), np.float32)
+        last[3 - len(told[-3:]) :] = told[-3:]
+        found = kvcore.to_numpy(tensors[1])[3].T.astype(np.float32)
+        assert (found == last.astype(ml_dtypes.bfloat16).astype(np.float32)).all()
+    (_, first), (_, request) = world
+    assert cache.digest([request]) == own.digest([first])
+    # It is there for whoever knows the length; and comes into another's place.
+    again = kvcore.adopt(SPEC, tensors, layout=descriptor, maps={"slot": table}, max_requests=SLOTS)
+    assert again.digest([again.admit(blocks=[3, 1, 2], slot=4, length=9)]) == own.digest([first])
+    moved = cache.import_request(own.export_request(first), into=cache.admit(blocks=[5, 6, 7], slot=1))
+    tell([*world, (cache, moved)], rng, 2)
+    assert cache.digest([moved]) == cache.digest([request]) == own.digest([first])
+    both = kvcore.to_numpy(tensors[1])[[3, 5]]
+    assert both[0].tobytes() == both[1].tobytes()
+    # Nothing but those two was written to.
+    assert np.isnan(kvcore.to_numpy(tensors[1])[[0, 1, 2, 4, 6]].astype(np.float32)).all()
+
+
+WRONG = {
+    "no map": (0, {"shifted": True, "map": ""}, "a map of slots"),
+    "rows of a ring that goes round": (1, {"shifted": False}, "3 rows"),
+    "pieces that are no parts": (1, {"piece_bytes": 3}, "pieces of 3 bytes"),
+    "pieces in one another": (1, {"piece": 4}, "4 bytes from a piece"),
+    "rows in one another": (1, {"token": 1}, "1 bytes from a token"),
+    "rings of other rows": (1, {"rows": 2}, "shifted rings of 2 rows"),
+    "rings behind the tensor": (1, {"units": 9}, "bytes 0 to"),
+    "shifted states in blocks": (2, {"shifted": True}, "shifted rows in blocks"),
+    "chunks of a ring": (1, {"chunk_rows": 3}, "chunks in rings"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_shifted_rings_are_refused(name):
+    which, changes, match = WRONG[name]
+    tensors, table, right = shifting("numpy")
+    lines = list(right.lines)
+    lines[which] = msgspec.structs.replace(lines[which], **changes)
+    wrong = msgspec.structs.replace(right, lines=lines)
+    with pytest.raises(SpecError, match=match):
+        kvcore.adopt(SPEC, tensors, layout=wrong, maps={"slot": table}, max_requests=SLOTS)

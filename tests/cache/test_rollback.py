@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+import kvcore
 from kvcore.errors import RequestError, RollbackError
-from kvcore.spec import KV, CacheSpec, KVTail, LayerSpec, Tail, Window
+from kvcore.spec import KV, CacheSpec, KVTail, LayerSpec, State, Tail, Window
 from tests.support import scene, stories
 from tests.support.stories import LATENT, MIXED
 
@@ -107,6 +108,25 @@ def test_drafts_that_are_accepted_or_rejected_leave_the_bits_of_a_run_without_th
         assert cache.digest() == plain.digest(), turn
     for (request, _), history in zip(pairs, histories, strict=True):
         assert cache.digest([request]) == stories.retell(backend, spec, history[1:])
+
+
+def test_an_aborted_token_behind_a_first_one_leaves_the_only_row_of_a_ring(backend):
+    """Of steps that repeat one another the first was of requests without tokens: the next ones have some to lose."""
+    layer = LayerSpec(window=Window(dim=4, window=1, format="fp32"), state=State(heads=1, key_dim=4))
+    cache = stories.create(CacheSpec(layers=[layer]), backend, max_requests=2, max_draft_tokens=0)
+    requests = [cache.admit(), cache.admit()]
+
+    def row(value):
+        with cache.step(dict.fromkeys(requests, 1)) as step:
+            found = kvcore.to_numpy(step.layer(0).read_state())
+            rows = np.full((2, 4), value, np.float32)
+            step.layer(0).append_window(rows)
+            step.layer(0).append_state(rows[:, None])
+            if value < 0:
+                step.abort()
+        return found.reshape(2, 4)[:, 0].tolist()
+
+    assert [row(value) for value in (1, -2, 3, -4, 5, 6)] == [[0, 0], [1, 1], [1, 1], [3, 3], [3, 3], [5, 5]]
 
 
 def test_the_pools_are_the_same_to_the_byte_after_drafts_are_rejected_by_a_failed_step(backend):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import kvcore
-from kvcore.errors import SpecError
+from kvcore.errors import OutOfBlocks, ShapeError, SpecError
 from kvcore.interop import sglang
-from kvcore.interop.sglang_tensors import pages_of, rings_of, tensors_from
+from kvcore.interop.sglang_tensors import hybrid_from, pages_of, rings_of, tensors_from
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
 from tests.engines.wheels import own_modules
 
@@ -430,6 +430,55 @@ def test_windows_entries_index_keys_and_states_of_its_deepseek_v4_pools():
     again = cache.import_request(blob, into=cache.admit(blocks=[0, 2, 4], pages={"window": [0, 3, 1]}, slot=0))
     assert cache.digest([again]) == cache.digest([request])
     assert not np.isnan(tails[0].kv_score_buffer.kv_score[:8].numpy()).all()
+
+
+@pytest.mark.parametrize("latent_rows", [False, True])
+def test_states_of_its_hybrid_linear_models(latent_rows):
+    params = SimpleNamespace(
+        shape=SimpleNamespace(conv=[(6, 3)], temporal=(2, 4, 5)),
+        dtype=SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32),
+        is_kda=False,
+    )
+    carried = pools.MambaPool(size=5, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 1], device="cpu")
+    where = {"size": 5 * PAGE, "page_size": PAGE, "dtype": torch.bfloat16, **COMMON, "layer_num": 1}
+    if latent_rows:
+        full = pools.MLATokenToKVPool(kv_lora_rank=16, qk_rope_head_dim=8, **where)
+    else:
+        full = pools.MHATokenToKVPool(head_num=2, head_dim=8, enable_alt_stream=False, **where)
+    pool = pools.HybridLinearKVPool(
+        size=5 * PAGE, dtype=torch.bfloat16, page_size=PAGE, head_num=2, head_dim=8, full_attention_layer_ids=[2],
+        device="cpu", mamba_pool=carried, full_kv_pool=full, use_mla=latent_rows,
+    )  # fmt: skip
+    for tensor in full.kv_buffer if latent_rows else (*full.k_buffer, *full.v_buffer):
+        random(tensor)
+    carried.mamba_cache.temporal.normal_()
+    carried.mamba_cache.conv[0].normal_()
+    # Request 3 has state 4, request 1 state 2.
+    mapping = torch.tensor([0, 2, 0, 4], dtype=torch.int32)
+    requests = SimpleNamespace(req_index_to_mamba_index_mapping=mapping)
+    spec = sglang.spec_from(pool)
+    tensors, descriptor, maps = hybrid_from(pool, requests)
+    cache = kvcore.adopt(spec, tensors, layout=descriptor, maps=maps, max_requests=4)
+    request = cache.admit(blocks=[4, 2, 3], slot=3, length=TOKENS)
+    with cache.step({request: 0}) as step:
+        states, inputs = step.layer(1).read_state(), step.layer(1).gather_conv()
+    assert torch.equal(states[0].view(2, 4, 5), carried.mamba_cache.temporal[1, 4])
+    assert torch.equal(inputs[0].float(), carried.mamba_cache.conv[0][1, 4].T.float())
+    again = cache.import_request(moved(spec, cache, request), into=cache.admit(blocks=[5, 1, 0], slot=1))
+    assert cache.digest([again]) == cache.digest([request])
+    assert torch.equal(carried.mamba_cache.conv[0][:, 2], carried.mamba_cache.conv[0][:, 4])
+    assert torch.equal(carried.mamba_cache.temporal[:, 2], carried.mamba_cache.temporal[:, 4])
+    # A request without a state has no place; two of one state are refused.
+    with pytest.raises(OutOfBlocks, match="no place of slot 2"):
+        cache.admit(blocks=[5, 1, 0], slot=2, length=TOKENS)
+    mapping[2] = 4
+    with pytest.raises(ShapeError, match="not that of slot 3"):
+        cache.admit(blocks=[5, 1, 0], slot=2, length=TOKENS)
+    carried.mamba_cache.conv.append(carried.mamba_cache.conv[0])
+    with pytest.raises(SpecError, match="2 convolutions"):
+        sglang.spec_from(pool)
+    with pytest.raises(SpecError, match="HybridLinearKVPool"):
+        hybrid_from(SimpleNamespace(mamba_pool=carried), requests)
 
 
 def test_pools_of_other_layouts_are_refused_by_name_and_reason():

@@ -3,13 +3,14 @@
 import importlib
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import kvcore
 from kvcore.errors import ShapeError, SpecError
 from kvcore.interop import sglang
-from kvcore.interop.sglang_tensors import tensors_from, unified_from
+from kvcore.interop.sglang_tensors import hybrid_from, tensors_from, unified_from
 from tests.engines.test_sglang_pools import Saver, plain  # noqa: F401
 from tests.engines.wheels import own_modules
 from tests.support import stories
@@ -182,6 +183,108 @@ def test_windows_have_pages_of_their_own_that_move():
     maps["full_to_swa"][fresh[2]] = maps["full_to_swa"][fresh[1]]
     with pytest.raises(ShapeError, match="not that of token"):
         cache.admit(blocks=fresh, length=37)
+
+
+def linear():
+    """A hybrid linear model: states and inputs of two layers at one end of a buffer, keys and values at the other."""
+    rows = {"store_dtype": torch.float32, "kv_cache_dtype": torch.float32}
+    full = unified.MHASubPoolSpec(name="full", grow_direction="down", layer_num=1, head_num=2, head_dim=8, **rows)
+    states = unified.MambaSubPoolSpec(
+        name="mamba", grow_direction="up", layer_num=2, conv_state_shapes=((6, 3),), conv_dtype=torch.bfloat16,
+        temporal_state_shape=(2, 4, 5), temporal_dtype=torch.float32,
+    )  # fmt: skip
+    buffer = unified.UnifiedKVPool(
+        total_bytes=BYTES // 8, sub_pool_specs=[full, states], device="cpu", enable_memory_saver=False, page_size=PAGE
+    )
+    held = unified.UnifiedMHATokenToKVPool(unified_buffer=buffer, sub_pool_name="full", page_size=PAGE)
+    carried = unified.UnifiedMambaPool(
+        unified_buffer=buffer, sub_pool_name="mamba", spec_state_size=0, mamba_layer_ids=[0, 2]
+    )
+    pool = unified.UnifiedHybridLinearKVPool(
+        size=held.size, dtype=torch.float32, page_size=PAGE, head_num=2, head_dim=8, full_attention_layer_ids=[1],
+        device="cpu", mamba_pool=carried, full_kv_pool=held,
+    )  # fmt: skip
+    mine = {"unified_buffer": buffer, "device": "cpu", "is_id_owner": True}
+    pages = allocators.MultiEndedAllocator(kvcache=held, sub_pool_name="full", page_size=PAGE, **mine)
+    slots = allocators.MultiEndedAllocator(kvcache=carried, sub_pool_name="mamba", page_size=1, **mine)
+    given = unified.UnifiedMambaSlotAllocator(slots, carried.size, "cpu")
+    # What a pool of requests asks it.
+    asked = unified.UnifiedHybridReqToTokenPool.mamba_v2p_table.fget(SimpleNamespace(mamba_allocator=given))
+    return pool, SimpleNamespace(mamba_v2p_table=asked), pages, given
+
+
+def carry(world, counts, seed, *, fail=False):
+    """Tokens of several requests in one step, the same in every cache."""
+    rng, count = np.random.default_rng(seed), sum(counts)
+    rows = [
+        [rng.standard_normal(shape).astype(np.float32) for shape in ((count, 2, 4, 5), (count, 6), (count, 2, 8))]
+        for _ in range(3)
+    ]
+    for where, some in world:
+        with where.step(dict(zip(some, counts, strict=True))) as step:
+            for number, (states, inputs, heads) in enumerate(rows):
+                layer = step.layer(number)
+                if number == 1:
+                    layer.append_kv(heads, -heads)
+                else:
+                    layer.append_state(states)
+                    layer.append_conv(inputs)
+            if fail:
+                step.abort()
+
+
+def test_states_and_inputs_move_and_stay_the_requests():
+    pool, requests, allocator, slots = linear()
+    spec = sglang.spec_from(pool)
+    assert [layer.roles for layer in spec.layers] == [("state", "conv"), ("kv",), ("state", "conv")]
+    tensors, descriptor, maps = hybrid_from(pool, requests, allocator)
+    cache = kvcore.adopt(spec, tensors, layout=descriptor, maps=maps, max_requests=len(maps["states"]))
+    own = kvcore.create_cache(spec, backend="torch_triton", max_requests=4, max_tokens=512)
+    numbers = [int(slots.alloc(1)) for _ in range(4)]
+    pages = [int(allocator.alloc(PAGE)[0]) // PAGE for _ in range(9)]
+    mine = [cache.admit(blocks=pages[first::3], slot=numbers[first]) for first in range(3)]
+    others = [own.admit() for _ in mine]
+    # The last has fewer tokens than the convolution looks back at.
+    lengths = [7, 37, 2]
+    carry(((cache, mine), (own, others)), lengths, 1)
+    assert cache.digest(mine) == own.digest(others)
+
+    def check(number, request, length):
+        """State and inputs are where SGLang's kernels look: the newest input last, zeros before the first."""
+        place = int(maps["states"][number])
+        for layer, at in ((0, 0), (2, 1)):
+            with own.step({request: 0}) as step:
+                state, inputs = step.layer(layer).read_state()[0], step.layer(layer).gather_rows("conv")
+            assert torch.equal(pool.mamba_pool.mamba_cache.temporal[at, place], state.view(2, 4, 5))
+            rows = inputs.rows[0].contiguous().view(torch.bfloat16)[inputs.positions[0] >= 0]
+            there = pool.mamba_pool.mamba_cache.conv[0][at, place].T
+            assert torch.equal(there[3 - len(rows) :], rows)
+            assert not there[: 3 - len(rows)].any()
+            assert len(rows) == min(3, length)
+
+    for number, request, length in zip(numbers, others, lengths, strict=False):
+        check(number, request, length)
+    # The first goes: what the last slot has comes down into its place, with its bytes.
+    cache.release(mine[0])
+    before = maps["states"].clone()
+    slots.free(torch.tensor([numbers[0]]))
+    assert (before[numbers[1:]] != maps["states"][numbers[1:]]).any()
+    assert cache.digest(mine[1:]) == own.digest(others[1:])
+    for seed, count in enumerate((1, 1, 4)):
+        world = (cache, mine[1:]), (own, others[1:])
+        carry(world, (2, 3), 10 + seed, fail=True)
+        carry(world, (count, count), 20 + seed)
+    for number, request, length in zip(numbers[1:], others[1:], (43, 8), strict=False):
+        check(number, request, length)
+    assert cache.digest(mine[1:]) == own.digest(others[1:])
+    # Out and back, into another slot; what SGLang has there is a request by its length alone.
+    fresh = [int(allocator.alloc(PAGE)[0]) // PAGE for _ in range(3)]
+    again = cache.import_request(cache.export_request(mine[1]), into=cache.admit(blocks=fresh, slot=numbers[3]))
+    check(numbers[3], others[1], 43)
+    assert cache.digest([again]) == own.digest([others[1]])
+    cache.release(again)
+    known = cache.admit(blocks=fresh, slot=numbers[3], length=43)
+    assert cache.digest([known]) == own.digest([others[1]])
 
 
 def test_what_is_no_pool_of_its_kind_is_refused_by_name():

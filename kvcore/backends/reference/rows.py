@@ -3,6 +3,8 @@
 An address is a pure function of the slot, the position and the block table. Nothing is counted on the way.
 """
 
+from typing import Any
+
 import numpy as np
 
 from kvcore.backends.reference import encoding
@@ -55,15 +57,16 @@ def store(pools: Pools, region: Region, unit: int, row: int, rows: np.ndarray) -
     return pools
 
 
-def _bytes_of(region: Region, place: Place, row: int, head: int) -> slice:
-    """Where a field of a head's row lies in a unit."""
+def _bytes_of(region: Region, place: Place, row: int, head: int) -> Any:
+    """Where a field of a head's row lies in a unit: a slice, or the number of every byte."""
     steps = place.steps
     if steps is None:
         row_step, head_step = region.steps
         start = place.base + (row * row_step + head * head_step) * place.stride
         return slice(start, start + place.nbytes)
     start = place.base + steps.start(row) + head * steps.head
-    return slice(start, start + (place.nbytes - 1) * steps.byte + 1, steps.byte)
+    byte = np.arange(place.nbytes)
+    return start + byte // steps.piece_bytes * steps.piece + byte % steps.piece_bytes
 
 
 def split_bytes(stored: np.ndarray) -> np.ndarray:

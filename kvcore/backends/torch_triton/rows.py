@@ -44,7 +44,7 @@ def locate(
 
 
 def field(pools: Pools, region: Region, place: Place) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
-    """(view [n, heads, elements] of a field's bytes, number of the window at a unit and a row).
+    """(view [n, heads, pieces, elements] of a field's bytes, number of the window at a unit and a row).
 
     A window of the view is the field at that place, in the widest elements that its addresses are multiples of.
     Windows overlap: read and write them by window number only.
@@ -54,17 +54,20 @@ def field(pools: Pools, region: Region, place: Place) -> tuple[torch.Tensor, Cal
     if steps is None:
         row_bytes, head_bytes = (step * place.stride for step in region.steps)
         wide = place.stride, place.nbytes
-        chunk_rows, chunk, byte = region.places, 0, 1
+        chunk_rows, chunk, piece_bytes, piece = region.places, 0, place.nbytes, 0
     else:
         row_bytes, head_bytes = steps.row, steps.head
-        chunk_rows, chunk, byte = steps.chunk_rows, steps.chunk, steps.byte
-        wide = row_bytes, head_bytes, chunk, place.nbytes if byte == 1 else 1
+        chunk_rows, chunk, piece_bytes, piece = steps.chunk_rows, steps.chunk, steps.piece_bytes, steps.piece
+        wide = row_bytes, head_bytes, chunk, piece_bytes, piece
     width = math.gcd(first, unit_bytes, *wide, 8)
     grain = math.gcd(unit_bytes, row_bytes, chunk)
     span = (region.places - 1) // chunk_rows * chunk + (min(region.places, chunk_rows) - 1) * row_bytes
     windows = ((len(pool) - 1) * unit_bytes + span) // grain + 1 if len(pool) else 0
+    pieces = place.nbytes // max(1, piece_bytes)
     view = pool.view(ELEMENTS[width]).as_strided(
-        (windows, region.heads, place.nbytes // width), (grain // width, head_bytes // width, byte), first // width
+        (windows, region.heads, pieces, piece_bytes // width),
+        (grain // width, head_bytes // width, piece // width, 1),
+        first // width,
     )
 
     def window(unit: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -84,7 +87,7 @@ def load(pools: Pools, region: Region, unit: torch.Tensor, row: torch.Tensor) ->
     for place in region.unit.places:
         first, last = region.format.byte_range(place.field)
         view, window = field(pools, region, place)
-        stored = view.index_select(0, window(unit, row)).view(torch.uint8)
+        stored = view.index_select(0, window(unit, row)).flatten(2).view(torch.uint8)
         stored = join_bytes(stored) if place.split else stored
         if place.nbytes == region.format.row:
             rows = stored
@@ -109,7 +112,8 @@ def store(pools: Pools, region: Region, unit: torch.Tensor, row: torch.Tensor, r
         first, last = region.format.byte_range(place.field)
         view, window = field(pools, region, place)
         stored = split_bytes(rows[:, :, first:last]) if place.split else rows[:, :, first:last]
-        stored = torch.where(some, encoding.reinterpret(stored, view.dtype), view[:1])
+        stored = encoding.reinterpret(stored, view.dtype).unflatten(2, view.shape[2:])
+        stored = torch.where(some, stored, view[:1])
         for copy in range(region.copies):
             view.index_copy_(0, window(unit, row + copy * region.rows), stored)
     return pools
