@@ -40,7 +40,8 @@ HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 64, 16
 WINDOWS = (1024, 4096)
 CONTEXTS = (1024, 4096, 16384)
 CHUNK = 1024  # tokens of a prefill step
-FORMATS = ("int8_row", "nf4_b64", "int4_g32", "int4_ch32")
+FORMATS = ("int8_row", "nf4_b64", "int4_g32")
+OVER_TOKENS = "int4_ch32"  # no window keeps it
 MOST_DECODED = 4096
 """Tokens of contexts whose coded rows are decoded for the model, too, which takes seconds of longer ones."""
 
@@ -192,6 +193,7 @@ def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Con
         found.append(of_transformers("StaticCache", static, model, most=context + 64))
         if find_spec("optimum"):
             found.append(of_transformers("QuantizedCache", QuantizedCache("quanto", model.config), model, exact=False))
+    formats = FORMATS if window else (*FORMATS, OVER_TOKENS)
     found += [
         of_model("kvcore", kv(), model),
         of_model("kvcore, attention=model", kv(attention="model"), model),
@@ -199,7 +201,7 @@ def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Con
             "kvcore, paged" if window is None else "kvcore, slot", kv(storage="slot" if window else "paged"), model
         ),
         by_kvcore("kvcore, attend", kv(attention="model")),
-        *(of_model(f"kvcore {form}", kv(formats=form), model, exact=False) for form in FORMATS),
+        *(of_model(f"kvcore {form}", kv(formats=form), model, exact=False) for form in formats),
         by_kvcore("kvcore int8_row, attend", kv(formats="int8_row", attention="model"), exact=False),
     ]
     if context <= MOST_DECODED:
