@@ -182,3 +182,30 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path):
     assert quality.Progress(SETTINGS, path, resume=True).found == again.found
     with pytest.raises(ValueError, match="lines is of"):
         quality.Progress({**SETTINGS, "tokens": 16}, path, resume=True)
+
+
+class Tokenizer:
+    """A token for four letters of a long text, numbered by their place, or for one letter of a short one; -1 begins."""
+
+    def __call__(self, text, return_tensors=None, *, add_special_tokens=True):
+        begin = [-1] if add_special_tokens else []
+        ids = [*begin, *(range(len(text) // 4) if len(text) > 1000 else (-2 - ord(letter) for letter in text))]
+        return SimpleNamespace(input_ids=torch.tensor([ids]) if return_tensors == "pt" else ids)
+
+
+def test_tasks_are_spread_over_the_text_and_score_no_token_twice():
+    given = quality.tasks(Tokenizer(), windows=99, tokens=1024, needles=3, prompts=5, new=2)
+    kinds = {kind: [task for task in given if task.kind == kind] for kind in ("window", "needle", "prompts")}
+    assert [len(tasks) for tasks in kinds.values()] == [len(kinds["window"]), 3, 2]
+    assert all(
+        task.ids.shape[1] == size and (task.ids[:, 0] == -1).all()
+        for kind, size in (("window", 1024), ("needle", quality.NEEDLE), ("prompts", quality.ASKED))
+        for task in kinds[kind]
+    )
+    scored = torch.cat([task.ids[0, -task.asked :] for task in kinds["window"]])
+    assert len(scored.unique()) == len(scored) > 0.9 * scored.max()
+    assert scored[: len(scored) // 2].max() > 0.9 * scored.max()  # however many are done
+    assert [len(task.ids) for task in kinds["prompts"]] == [4, 1]
+    for task in kinds["needle"]:
+        answer = [-2 - int(one) for one in task.ids[0, -task.asked :]]
+        assert "".join(map(chr, answer)).strip().isdigit()
