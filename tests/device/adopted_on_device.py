@@ -9,6 +9,7 @@ import torch
 
 import kvcore
 from kvcore.handoff import Direct, Exporter, pull
+from tests.adoption import test_chunks as chunks
 from tests.adoption import test_rings_and_pages as rings
 from tests.support import stories
 from tests.support.engine import SPEC, Engine
@@ -49,6 +50,9 @@ def scenes():
     for layout in LAYOUTS:
         cache = kvcore.adopt(SPEC, moved(Engine(layout, "torch").tensors), layout=layout, max_draft_tokens=3)
         yield layout, cache, {"blocks": [4, 1, 7, 2]}
+    held = moved(chunks.memory("torch"))
+    cache = kvcore.adopt(chunks.SPEC, held, layout=chunks.RIGHT, max_requests=3, max_draft_tokens=rings.DRAFTS)
+    yield "rows in chunks, bytes apart", cache, {"blocks": [4, 1, 0, 6, 2, 5, 3]}
     for where, layout in rings.LAYOUTS.items():
         held = moved(rings.tensors("torch", where))
         cache = kvcore.adopt(
