@@ -315,7 +315,7 @@ def append_rows(ops, pools, region, index, rows) -> None:
         given = place.split_bytes(rows[:, :, first:last]) if part.split else rows[:, :, first:last]
         for copy in range(region.copies):
             at = window(unit, row + copy * region.rows if copy else row)
-            view.index_copy_(0, at, reinterpret(given, view.dtype))
+            view.index_copy_(0, at, reinterpret(given, view.dtype).unflatten(2, view.shape[2:]))
 
 
 def single_rows(host, stored: Lines, places: list[RowIndex]) -> torch.Tensor | None:
