@@ -119,6 +119,17 @@ def attended_kv(format: str, dtype: Any = jnp.float32) -> Callable[[], Case]:
     return build
 
 
+def attended_groups(tokens: int, dtype: Any = jnp.float32) -> Callable[[], Case]:
+    """The same over keys coded over tokens, beside values in as many channels a group."""
+
+    def build() -> Case:
+        layer = verbs.llama(f"int4_ch{tokens}", f"int4_g{tokens}")
+        fn, pools, index, q, sink = verbs.verb((layer,), verbs.attend_kv, (32, 128), (32,))
+        return fn, pools, index, jax.ShapeDtypeStruct(q.shape, dtype), sink
+
+    return build
+
+
 def jax_paged(dtype: Any) -> Callable[[], Case]:
     """JAX's ragged paged attention v2, a decode step of Llama 3 8B: blocks of 256 tokens in pages of 64."""
 
@@ -199,6 +210,17 @@ KERNELS: dict[str, Kernel] = {
             attended_kv(format, jnp.bfloat16), "attend_kv", "a chunk of keys and values", inner=True
         )
         for format in LOOKED_AT
+    },
+    **{
+        f"attend_kv int4_ch{tokens} and int4_g{tokens}{word}": Kernel(
+            attended_groups(tokens, dtype),
+            "attend_groups",
+            "a chunk of keys and values",
+            inner=True,
+            quick=tokens == 32 and not word,
+        )
+        for tokens in (32, 64)
+        for word, dtype in QUERIES
     },
     **{
         f"attend_rows v4_584 selected{word}": Kernel(

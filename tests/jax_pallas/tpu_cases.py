@@ -70,9 +70,9 @@ def classic() -> LayerSpec:
     return LayerSpec(kv=KV(key_heads=2, key_dim=64, value_heads=2, value_dim=128, key_format="int8_row"))
 
 
-def llama(format: str) -> LayerSpec:
+def llama(format: str, values: str | None = None) -> LayerSpec:
     """Keys and values of Llama 3 8B."""
-    return LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format=format))
+    return LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format=format, value_format=values))
 
 
 def delta_net(format: str) -> LayerSpec:
@@ -278,6 +278,10 @@ for _name in INDEX_FORMATS:
 for _name in CLASSIC_FORMATS:
     KERNELS[f"attend_kv/{_name}/tpu_tile/decode"] = lambda n=_name: verb((llama(n),), attend_kv, (32, 128), (32,))
 
+for _tokens in (32, 64):
+    KERNELS[f"attend_kv/int4_ch{_tokens}-int4_g{_tokens}/tpu_tile/decode"] = lambda n=_tokens: verb(
+        (llama(f"int4_ch{n}", f"int4_g{n}"),), attend_kv, (32, 128), (32,)
+    )
 for _name in FOUR_BITS:
     KERNELS[f"append_kv/{_name}/tpu_tile/decode"] = lambda n=_name: verb((llama(n),), append_kv, (8, 128), (8, 128))
 for _name in VIEW_FORMATS:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas.calls import INTERPRETER, ROWS_A_CALL, TILED, interpreted
 from kvcore.backends.jax_pallas.encoding import DTYPES
+from kvcore.kernels.pallas import attend_groups as grouped
 from kvcore.kernels.pallas import attend_kv as classic
 from kvcore.kernels.pallas import index_scores as scoring
 from kvcore.kernels.pallas import rows_codec, walks
@@ -158,21 +159,24 @@ def attend(pools, q, sources, sink, scale):
 
 
 def attends_kv(pools, regions, q, columns: int) -> bool:
-    """True where classic attention over ``columns`` blocks a token is one kernel."""
+    """True where classic attention over ``columns`` blocks a token is one kernel, or that to whole groups of tokens."""
     keys, values = regions
     fits = pools.kernels != "portable" and 0 < columns <= ROWS_A_CALL and len(q) > 0
-    return fits and walks.supports(keys, values)
+    return fits and (grouped if keys.tokens > 1 else walks).supports(keys, values)
 
 
 def attend_kv(pools, regions, blocks, first, last, q, scale, sink):
-    """Out [T, H, e] and lse [T, H] fp32; see the kernel."""
+    """Out [T, H, e] and lse [T, H] fp32; see the kernels, of which that of groups knows no sink."""
     keys, values = regions
     step = max(1, ROWS_A_CALL // blocks.shape[1])
     outs, lses = [], []
     for start in range(0, len(q), step):
         some = slice(start, start + step)
-        rows = _of(pools, keys), _of(pools, values), blocks[some], first[some], last[some]
-        out, lse = classic.attend_kv(keys, values, *rows, q[some], scale, sink, interpret=interpreted(pools))
+        rows = keys, values, _of(pools, keys), _of(pools, values), blocks[some], first[some], last[some], q[some], scale
+        if keys.tokens > 1:
+            out, lse = grouped.attend_groups(*rows, interpret=interpreted(pools))
+        else:
+            out, lse = classic.attend_kv(*rows, sink, interpret=interpreted(pools))
         outs.append(out)
         lses.append(lse)
     return jnp.concatenate(outs), jnp.concatenate(lses)

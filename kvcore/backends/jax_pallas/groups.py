@@ -7,13 +7,14 @@ as could close in a step of its shape, and those that do not are read as zeros a
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from kvcore.backends.jax_pallas import entries
+from kvcore.backends.jax_pallas import entries, fused, tiles
 from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.attention import finish, softmax_sum
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
-from kvcore.ops import Closed, StepIndex
+from kvcore.ops import Attention, Closed, StepIndex
 from kvcore.plan import Region
 
 Given = tuple[Array | None, Array | None]
@@ -125,3 +126,37 @@ def seen(layer: Layer, pools: Held, index: StepIndex, given: Given, columns: int
     closed = (query + 1) // ratio * ratio
     mask = (position >= component.first_visible(query, left, jnp.maximum)) & (position <= query)
     return held[0], held[1], mask & ((position < closed) == is_coded) & (request >= 0)[:, None]
+
+
+def attend(layer: Layer, pools: Held, index: StepIndex, q: Array, factor, sink, columns: int) -> Attention | None:
+    """Attention [T, H, d] fp32 to what is stored: whole groups by a kernel, raw rows beside it; None without one."""
+    component, request = layer.component("kv"), index.request_index
+    regions, ratio = layer.regions["kv"], component.ratio
+    left = jnp.zeros_like(request) if index.left_padding is None else place.of(index.left_padding, request)
+    position = jnp.where((request >= 0) & (index.positions >= left), index.positions, -1)
+    first, closed = component.first_visible(position, left, jnp.maximum), (position + 1) // ratio * ratio
+    last = jnp.where(first < closed, closed - 1, -1)
+    held = regions[0].rows * ratio
+    blocks = index.block_table[jnp.maximum(request, 0), : -(-columns // held)]
+    number = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
+    blocks = jnp.where((number >= first[:, None] // held) & (number * held <= last[:, None]), blocks, -1)
+    if not fused.attends_kv(pools, regions, q, blocks.shape[1]):
+        return None
+    # One more than there can be: whole tiles are read, and none is cut off.
+    at = place.numbered((jnp.maximum(first, closed), position + 1), ratio)
+    whose = jnp.broadcast_to(request[:, None], at.shape)
+    raw: list[Array] = []
+    for region in layer.regions["kv_tail"]:
+        rows = tiles.load_bf16(pools, region, *place.locate(region, index, whose, at))
+        # One after another, here and below: bytes and rows of all at once would be several times as much.
+        at, rows = lax.optimization_barrier((at, rows))
+        raw.append(rows.astype(jnp.float32))
+    keys, values = raw
+    mine = softmax_sum(None, q.astype(jnp.float32)[:, None] * factor, keys, values, at >= 0)
+    q, mine = lax.optimization_barrier((q, mine))
+    out, lse = fused.attend_kv(pools, regions, blocks, first, last, q, factor, None)
+    most = jnp.maximum(mine[0], lse)
+    base = jnp.where(jnp.isneginf(most), 0, most)
+    raw_share, share = jnp.exp(mine[0] - base), jnp.exp(lse - base)
+    joined = mine[2] * raw_share[:, :, None] + out * share[:, :, None]
+    return finish((most, mine[1] * raw_share + share, joined), sink, jnp.float32)

@@ -109,12 +109,17 @@ def attend_kv(
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     dim = q.shape[2]
     factor = jnp.float32(dim**-0.5 if scale is None else scale)
-    if k is None and v is None and index.block_table.size and not layer.over_tokens:
+    stored = k is None and v is None and index.block_table.size
+    if stored and layer.over_tokens:
+        found = groups.attend(layer, pools, index, q, factor, sink, columns)
+        if found is not None:
+            return Attention(found.out.astype(q.dtype), found.lse)
+    elif stored:
         blocks, first, last = seen_blocks(layer, index, columns)
         if fused.attends_kv(pools, layer.regions["kv"], q, blocks.shape[1]):
             out, lse = fused.attend_kv(pools, layer.regions["kv"], blocks, first, last, q, factor, sink)
             return Attention(out.astype(q.dtype), lse)
-    elif pools.kernels in TILED and k is not None and not layer.over_tokens:
+    elif pools.kernels in TILED and k is not None and fused.attends_kv(pools, layer.regions["kv"], q, 1):
         fall_back(pools.kernels, "attend_kv", "k and v are given")
     if pools.kernels == "portable" and not layer.over_tokens and q.size and index.block_table.shape[1]:
         out, lse = attend_in_place(q, factor, sink, layer, columns, (dict(pools), index, k, v, None))

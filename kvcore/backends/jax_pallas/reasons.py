@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from kvcore.backends.jax_pallas import fused, tiles
 from kvcore.backends.jax_pallas.calls import TILED
 from kvcore.backends.jax_pallas.layer import Layer
-from kvcore.kernels.pallas import walks
+from kvcore.kernels.pallas import attend_groups, walks
 from kvcore.kernels.pallas.top_k import LARGEST
 from kvcore.kernels.triton.record import recorded
 from kvcore.ops.choices import Decision, Declined, kernel
@@ -177,7 +177,8 @@ def _attend(layer: Layer) -> tuple[str, tuple[str, ...]]:
 
 
 def _attend_kv(layer: Layer) -> tuple[str, tuple[str, ...]]:
-    return walks.declined(*layer.regions["kv"]), ("k and v are given", "too many columns")
+    declined = (attend_groups if layer.over_tokens else walks).declined
+    return declined(*layer.regions["kv"]), ("k and v are given", "too many columns")
 
 
 def _index_scores(layer: Layer) -> tuple[str, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from kvcore.backends.jax_pallas.calls import ROWS_A_CALL, TILED, interpreted
 from kvcore.backends.jax_pallas.runs import from_bytes, join_bytes, runs, split_bytes, to_bytes
@@ -22,25 +23,7 @@ from kvcore.spec.layout import LANES, LINES_ACROSS, TILE_BYTES, WORDS
 def load(pools, region: Region, unit, row):
     """Canonical rows [..., heads, row_bytes] of positions or entries; zeros where the unit is -1."""
     shape = unit.shape
-    interpret = interpreted(pools)
-    fields = {}
-    for buffer, (name, _) in region.buffers.items():
-        moved = _moved(region, buffer)
-        units, rows = _every(region, moved, unit, row)
-        found = []
-        at_once = ROWS_A_CALL // moved.step
-        for first in range(0, len(units), at_once):
-            some = slice(first, first + at_once)
-            at = units[some], rows[some] * moved.step // moved.parts
-            found.append(read_rows(pools[name], *at, count=moved.tiles, interpret=interpret))
-        size = moved.tiles * moved.item
-        stored = to_bytes(jnp.concatenate(found)) if found else jnp.zeros((0, size), jnp.uint8)
-        stored = stored.reshape(len(units), size)
-        begin, piece = (rows * moved.step % moved.parts)[:, None], moved.item // moved.parts
-        mine = stored[:, : moved.nbytes]
-        for part in range(1, (size - moved.nbytes) // piece + 1):
-            mine = jnp.where(begin == part, stored[:, part * piece : part * piece + moved.nbytes], mine)
-        fields[buffer] = mine.reshape(unit.size * region.heads, moved.stride)
+    fields = {buffer: _stored(pools, region, buffer, unit, row) for buffer in region.buffers}
     pieces = []
     end = 0
     for run in runs(region):
@@ -50,6 +33,37 @@ def load(pools, region: Region, unit, row):
         end = run.first + run.nbytes
     pieces.append(jnp.zeros((unit.size * region.heads, region.format.row - end), jnp.uint8))
     return jnp.concatenate(pieces, axis=1).reshape(*shape, region.heads, region.format.row)
+
+
+def _stored(pools, region: Region, buffer: str, unit, row):
+    """What one buffer holds of rows, [n · heads, its bytes of one]; zeros where the unit is -1."""
+    name, _ = region.buffers[buffer]
+    moved = _moved(region, buffer)
+    units, rows = _every(region, moved, unit, row)
+    found = []
+    at_once = ROWS_A_CALL // moved.step
+    for first in range(0, len(units), at_once):
+        some = slice(first, first + at_once)
+        at = units[some], rows[some] * moved.step // moved.parts
+        found.append(read_rows(pools[name], *at, count=moved.tiles, interpret=interpreted(pools)))
+    size = moved.tiles * moved.item
+    stored = to_bytes(jnp.concatenate(found)) if found else jnp.zeros((0, size), jnp.uint8)
+    stored = stored.reshape(len(units), size)
+    begin, piece = (rows * moved.step % moved.parts)[:, None], moved.item // moved.parts
+    mine = stored[:, : moved.nbytes]
+    for part in range(1, (size - moved.nbytes) // piece + 1):
+        mine = jnp.where(begin == part, stored[:, part * piece : part * piece + moved.nbytes], mine)
+    return mine.reshape(unit.size * region.heads, moved.stride)
+
+
+def load_bf16(pools, region: Region, unit, row):
+    """Rows of a region in bf16 as numbers, [..., heads, dim]: joining bytes to bytes would move lanes."""
+    (run,) = runs(region)
+    stored = _stored(pools, region, run.buffer, unit, row)
+    halves = [stored[:, first : first + run.nbytes // 2] for first in (run.base, run.base + run.nbytes // 2)]
+    high, low = (half.astype(jnp.uint16) for half in halves)
+    bits = high << jnp.uint16(8) | low
+    return lax.bitcast_convert_type(bits, jnp.bfloat16).reshape(*unit.shape, region.heads, -1)
 
 
 def load_fp32(pools, region: Region, unit, row):

@@ -333,20 +333,7 @@ class _Side:
 
     def _view(self, number: int, half, piece, size: int):
         """Lines of words, or of fp32."""
-        held = self._held[number]
-        fp32 = held.dtype == jnp.float32
-        lines = held.shape[1] * held.shape[2] // (4 if held.dtype == jnp.uint8 else 1)
-        if not self._interpret:
-            flat = held if fp32 else held.bitcast(jnp.int32)
-            return flat.reshape(HALVES, lines, LANES)[half, pl.ds(piece * size, size)]
-        # The interpreter knows no views: what a piece is of is read as it lies.
-        items = size * held.shape[1] // lines
-        tiles = held[half, pl.ds(piece * items, items)]
-        if fp32:
-            return tiles.reshape(size, LANES)
-        if held.dtype == jnp.uint32:
-            return lax.bitcast_convert_type(tiles, jnp.int32).reshape(size, LANES)
-        return pltpu.bitcast(tiles, jnp.int32).reshape(size, LANES)
+        return compact.words_of_chunk(self._held[number], half, piece * size, size, interpret=self._interpret)
 
 
 def _fold(

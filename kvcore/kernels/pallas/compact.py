@@ -45,6 +45,26 @@ def words(tiles, *, interpret: Any):
     return tiles.bitcast(jnp.int32).reshape(rows // SUBLANES, LANES)[...]
 
 
+def words_of_chunk(held, half, first, count: int, *, interpret: Any):
+    """Words [count, 128] int32 of a half's from word ``first`` on, or fp32 where those are held.
+
+    Args:
+        held: [2, tiles, lines of one, 128], of bytes, or of words of 32 bits.
+    """
+    fp32 = held.dtype == jnp.float32
+    lines = held.shape[1] * held.shape[2] // (4 if held.dtype == jnp.uint8 else 1)
+    if not interpret:
+        flat = held if fp32 else held.bitcast(jnp.int32)
+        return flat.reshape(HALVES, lines, LANES)[half, pl.ds(first, count)]
+    # The interpreter knows no views: what is asked for is read as it lies.
+    tiles = held[half, pl.ds(first * held.shape[1] // lines, count * held.shape[1] // lines)]
+    if fp32:
+        return tiles.reshape(count, LANES)
+    if held.dtype == jnp.uint32:
+        return lax.bitcast_convert_type(tiles, jnp.int32).reshape(count, LANES)
+    return pltpu.bitcast(tiles, jnp.int32).reshape(count, LANES)
+
+
 def scratch(buffer: Buffer, *count: int) -> list:
     """Scratch of a stream of chunks: tiles, and a semaphore for either half."""
     return [pltpu.VMEM((HALVES, *count, *buffer.tile), buffer.dtype), pltpu.SemaphoreType.DMA((HALVES,))]
