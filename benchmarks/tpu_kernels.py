@@ -217,7 +217,7 @@ KERNELS: dict[str, Kernel] = {
             "attend_groups",
             "a chunk of keys and values",
             inner=True,
-            quick=tokens == 32 and not word,
+            quick=tokens == 64 and not word,
         )
         for tokens in (32, 64)
         for word, dtype in QUERIES

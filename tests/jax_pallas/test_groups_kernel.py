@@ -73,7 +73,6 @@ def beside_the_reference(kv, rng, *, heads, block=128, spoiled=False, left_paddi
 @pytest.mark.parametrize(
     ("kv", "heads", "block", "left"),
     [
-        pytest.param(of(2, 32), 8, 128, (None,) * 4, id="over 32 tokens"),
         pytest.param(of(8, 64), 8, 256, (None,) * 4, id="over 64 tokens, a query a head"),
         pytest.param(of(2, 64, window=150), 20, 64, (10, 4, 70, None), id="a window, ten queries a head, left padding"),
     ],
@@ -94,6 +93,7 @@ def test_queries_in_bf16_are_as_exact_as_their_result(rng):
 
 
 def test_what_is_not_finite_stays_with_its_head(rng):
+    """Over 32 tokens; what is finite is the reference's."""
     (out, lse), (got, got_lse) = beside_the_reference(of(2, 32), rng, heads=8, spoiled=True)
     assert not np.isfinite(out).all()
     assert np.isfinite(out).any()

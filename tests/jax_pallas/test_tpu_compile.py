@@ -16,9 +16,10 @@ from tests.jax_pallas.tpu_cases import CHIPS as EVERY_CHIP
 from tests.jax_pallas.tpu_cases import KERNELS, STEPS
 from tests.support.samples import fewest
 
-NAMES = ("compile_tpu", "compile_tpu_coded", "compile_tpu_appends", "compile_tpu_mla")
+NAMES = ("compile_tpu", "compile_tpu_coded", "compile_tpu_appends", "compile_tpu_mla", "compile_tpu_groups")
 RECORDS = [Path(__file__).parents[2] / "records" / f"{name}.json" for name in NAMES]
-"""The others are of what came or changed since: codes of four and eight bits, whole layers; appends; rows of MLA."""
+"""The others are of what came or changed since: codes of four and eight bits, whole layers; appends; rows of MLA;
+keys over tokens."""
 CHIPS = ("v6e", "v5e", "v5p", "v7x")
 """Each compiles one case of each verb at least, the first a whole step."""
 
