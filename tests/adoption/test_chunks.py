@@ -10,7 +10,7 @@ from kvcore.errors import ShapeError, SpecError
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec
 from tests.support import stories
 
-ROWS, BLOCKS, HEADS, DIM = 8, 7, 2, 32
+ROWS, BLOCKS, HEADS, DIM = 8, 8, 2, 32
 SPEC = CacheSpec(
     layers=[LayerSpec(kv=KV(key_heads=HEADS, key_dim=DIM, key_format="mxfp4", value_format="fp16"))], block_tokens=ROWS
 )
@@ -114,7 +114,7 @@ WRONG = {
     "rows in one another": ({"token": 1}, 1, "bytes from a"),
     "heads in one another": ({"head": ROWS - 1}, 1, "7 bytes from a head"),
     "blocks in one another": ({"block": ROWS * HEADS - 1}, 1, "15 bytes from a block"),
-    "rows behind the tensor": ({"offset": 1}, 1, "bytes 1 to 113"),
+    "rows behind the tensor": ({"offset": 1}, 1, "bytes 1 to 129"),
     "bytes in one place": ({"piece": 0}, 2, "0 bytes from a piece"),
     "pieces that are no parts": ({"piece_bytes": 3}, 2, "pieces of 3 bytes"),
     "pieces of fewer bytes than none": ({"piece_bytes": -1}, 2, "pieces of -1 bytes"),
