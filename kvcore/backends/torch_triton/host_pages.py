@@ -20,9 +20,6 @@ CHUNK, SMALLER_CHUNK, CHUNKS = 64 << 20, 32 << 20, 6
 BUFFERS = 3
 """As much is on its way to the device before anybody knows what it is."""
 
-FIRST = 3 / 8
-"""Of many chunks that go out the first is so much of a whole one: it leaves sooner, and the host still keeps ahead."""
-
 LAST = 8
 """Of many chunks that come in the last one is so many times smaller: nothing is copied any more while it is stored."""
 
@@ -71,12 +68,10 @@ class Buffers:
         """First pages of all chunks. The first ``BUFFERS`` are the same however many pages follow."""
         end = len(self.pages)
         starts = [*range(0, end, self.rows)]
-        if len(starts) <= BUFFERS:
-            return starts
-        if not self._incoming:
-            return [0, *range(max(1, int(self.rows * FIRST)), end, self.rows)]
         last = max(1, self.rows // LAST)
-        return [*starts, end - last] if end - starts[-1] > last else starts
+        if self._incoming and len(starts) > BUFFERS and end - starts[-1] > last:
+            starts.append(end - last)
+        return starts
 
     def begin(self) -> None:
         """Bring the first chunks, of pages that come in; ``chunks`` brings the others, each as its buffer is free."""
