@@ -10,6 +10,7 @@ Queries are DeepSeek-V3's after its up-projection was absorbed: of 128 heads, an
 import argparse
 import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,36 +77,42 @@ def appends(format: str, device: str) -> dict[str, Any]:
     return {"name": name, "format": format, "nbytes": nbytes, "us": round(us, 2)}
 
 
-def beside_bf16(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with the part of bf16's time that they take."""
+def measured(device: str, repeats: int) -> Iterator[list[dict[str, Any]]]:
+    """Rows as they are taken."""
+    for shape in SHAPES:
+        for format in FORMATS_TIMED:
+            yield attention(format, *shape, device, repeats)
+            gc.collect()
+            torch.cuda.empty_cache()
+    for format in FORMATS_TIMED:
+        yield [appends(format, device)]
+
+
+def written(rows: list[dict[str, Any]], out: Path | None) -> None:
+    """The record of what there is, each row with the part of bf16's time that it takes."""
     plain = {row["name"]: row["us"] for row in rows}
     for row in rows:
         row["part_of_bf16"] = round(row["us"] / plain[row["name"].replace(row["format"], "bf16")], 3)
-    return rows
+    record = {
+        "figure": "decode attention to rows of MLA and their appends, format by format, one run",
+        **environment.of_script(torch.cuda.get_device_name()),
+        "rows": rows,
+    }
+    if out:
+        out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
-    """Print all rows, and write them where asked."""
+    """Print all rows, and write them where asked, as they come."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="file of the record")
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
-        for shape in SHAPES:
-            for format in FORMATS_TIMED:
-                rows += attention(format, *shape, "cuda", args.repeats)
-                gc.collect()
-                torch.cuda.empty_cache()
-        rows += [appends(format, "cuda") for format in FORMATS_TIMED]
-    rows = beside_bf16(rows)
-    if args.out:
-        record = {
-            "figure": "decode attention to rows of MLA and their appends, format by format, one run",
-            **environment.of_script(torch.cuda.get_device_name()),
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        for some in measured("cuda", args.repeats):
+            rows += some
+            written(rows, args.out)
 
 
 if __name__ == "__main__":

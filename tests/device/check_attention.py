@@ -5,10 +5,18 @@ from collections.abc import Iterator
 from types import ModuleType
 from unittest.mock import patch
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
 
+from kvcore.backends.reference import encoding
 from kvcore.backends.torch_triton import flash, launch
-from kvcore.spec import Entries, LayerSpec, Rope, Window, Yarn
+from kvcore.kernels.triton import chunks
+from kvcore.kernels.triton.attend import Parts
+from kvcore.kernels.triton.record import own_record, row_record
+from kvcore.plan import plan_cache
+from kvcore.spec import FORMATS, CacheSpec, Entries, LayerSpec, Rope, Window, Yarn
 from tests.device.reading_scene import attention, off, scene, turned_back
 
 Problem = tuple[str, str]
@@ -150,11 +158,47 @@ def flash_rows(device: str) -> Iterator[Problem]:
         yield f"rows for FlashMLA, {what}", "" if same else "rows differ"
 
 
+@triton.jit
+def chunks_kernel(out_ptr, rows_ptr, R: tl.constexpr, S: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr):
+    """COUNT canonical rows as the products take them; one of them is not valid."""
+    n = tl.arange(0, COUNT)
+    valid = n != 3
+    at = chunks.row_pointers(tl.zeros_like(n), n, rows_ptr, rows_ptr, rows_ptr, R)
+    raw, scales = chunks.load_row(at, valid, R, S)
+    count: tl.constexpr = S.chunks
+    for c in tl.static_range(count):
+        x = chunks.decode_chunk(raw[c], scales, valid, c * S.chunk, R, S, NATIVE)
+        channel = c * S.chunk + tl.arange(0, S.chunk)
+        tl.store(out_ptr + n[:, None] * S.dim + channel[None, :], x.to(tl.float32))
+
+
+def rows_in_words(device: str) -> Iterator[Problem]:
+    """e2m1 rows taken to bf16 eight codes at a time, by the hardware's pairs and without: the reference's numbers."""
+    for name in ("v32_nvfp4_432", "v4_nvfp4_384", "mxfp4_368", "v41_fp4_288"):
+        dim = FORMATS[name].dim or 0
+        spec = CacheSpec(layers=[LayerSpec(entries=Entries(dim=dim, ratio=1, format=name))])
+        (region,) = plan_cache(spec, max_requests=1, max_tokens=256).region(0, "entries")
+        record, _ = row_record(region)
+        record = own_record(record, region.format)
+        values = torch.randn(8, dim) * torch.exp2(torch.randint(-6, 6, (8, 1)).float())
+        values[1, 17], values[5, 0] = torch.nan, torch.inf
+        stored = encoding.encode(name, values.numpy())
+        want = encoding.decode(name, stored, dim).astype(np.float32)
+        want[3] = 0
+        cut = Parts(dim, 64, dim // 64, (1,) * (dim // 64), full=False, narrow=True)
+        for native in (False, True)[: 1 if device == "cpu" else 2]:
+            out = torch.zeros(8, dim, device=device)
+            chunks_kernel[(1,)](out, torch.from_numpy(stored).to(device), record, cut, 8, native)
+            same = np.array_equal(out.cpu().numpy(), want, equal_nan=True)
+            yield f"{name} in words, {'native' if native else 'by bits'}", "" if same else "numbers differ"
+
+
 SMALL = {"dim": 64, "span": 9, "rows": 12}
 
 
 def small(device: str) -> Iterator[Problem]:
     """Cases for the interpreter and the sanitizer."""
+    yield from rows_in_words(device)
     yield from flash_rows(device)
     yield from turned_alone(device)
     yield from turned_after_flash(device)

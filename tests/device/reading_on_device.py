@@ -97,6 +97,7 @@ def mla_cases(device: str) -> Iterator[Case]:
         yield check_attention.check(
             f"MLA, {name}, fp32 queries", mla, [777, 130], [1, 2], device, heads=7, dtype=torch.float32
         )
+    yield check_attention.rows_in_words(device)
     for name in ("v41_fp4_288", "mxfp4_368", "v4_nvfp4_384", "v32_nvfp4_432"):
         layer = layer_of(name, name, dim=FORMATS[name].dim or 512)
         yield check_attention.check(

@@ -64,12 +64,16 @@ class Parts(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """What a program takes: heads, keys a tile; its warps; the depth of the pipeline that loads rows."""
+    """What a program takes: heads, keys a tile; its warps; the depth of the pipeline that loads rows.
+
+    ``resident``: programs that a multiprocessor is to hold at once.
+    """
 
     heads: int
     keys: int
     warps: int
     stages: int
+    resident: int = 1
 
 
 FULL = TileConfig(heads=16, keys=16, warps=4, stages=1)
@@ -84,6 +88,8 @@ SMALL = TileConfig(heads=32, keys=16, warps=4, stages=2)
 WIDEST = 512
 """Channels of the rows that cuts are made for; of wider ones, MLA's, fewer heads' sums fit into Ampere's registers."""
 WIDE_HEADS = 32
+LEAN = TileConfig(heads=16, keys=32, warps=4, stages=2, resident=2)
+"""For few heads and wide rows, from Hopper on: one program decodes rows while another multiplies."""
 
 
 @cache
@@ -176,6 +182,8 @@ def attend_config(
     wide, some = parts.dim > WIDEST, entries or window
     if wide and props.capability < 90:
         config = config._replace(heads=min(config.heads, WIDE_HEADS))
+    elif wide and heads <= LEAN.heads and not parts.full and config.warps > LEAN.warps:
+        config = LEAN
     if (not selected and not whole) or (wide and some is not None and not some.quant):
         # Only the block table decides where these rows lie: it is looked up ahead, which takes two stages. Or a third
         # tile of wide plain rows would have no room.
@@ -186,7 +194,8 @@ def attend_config(
 def splits_for(props: DeviceProps, tokens: int, heads: int, keys: int, config: TileConfig) -> int:
     """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
     programs = max(1, tokens * ceil_div(heads, config.heads))
-    return max(1, min(props.multiprocessors // programs, ceil_div(keys, config.keys), MOST_SPLITS))
+    room = props.multiprocessors * config.resident
+    return max(1, min(room // programs, ceil_div(keys, config.keys), MOST_SPLITS))
 
 
 def attend_constants(
