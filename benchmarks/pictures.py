@@ -72,10 +72,12 @@ def scatter(
     taken: list[tuple[float, float, float]] = []
     for dot, (place_x, place_y) in sorted(zip(dots, places, strict=True), key=lambda pair: pair[0].y):
         start, end = place_x + 8, place_x + 8 + LETTER * len(dot.label)
+        nearby = (place_y + way * off for off in range(height) for way in (-1, 1))
         label_y = next(
             free
-            for free in (place_y + way * off for off in range(height) for way in (-1, 1))
-            if not any(abs(free - at) < LINE and start < last and first < end for first, last, at in taken)
+            for free in nearby
+            if TOP - 6 <= free <= height - BOTTOM + 6
+            and not any(abs(free - at) < LINE and start < last and first < end for first, last, at in taken)
             and not any(abs(free - at_y) < LINE / 2 + 2 and start < at_x < end for at_x, at_y in places)
         )
         taken.append((start, end, label_y))
