@@ -1,6 +1,8 @@
 """The TPU kernels, interpreted: rows land where they should, and the interpreter sees the faults it is there for."""
 
+import ast
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,17 @@ TILES = [
     pytest.param((8, 128), np.float32, id="fp32"),
     pytest.param((1, 128), np.float32, id="a short fp32 row"),
 ]
+
+
+def test_every_kernel_tells_xla_what_it_costs() -> None:
+    calls = [
+        (path.name, call)
+        for path in sorted(Path(write_parts.__code__.co_filename).parent.glob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "pl.pallas_call"
+    ]
+    assert len(calls) >= 11
+    assert not [name for name, call in calls if "cost_estimate" not in {given.arg for given in call.keywords}]
 
 
 def places(rng: np.random.Generator, units: int, rows: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvcore.kernels.pallas import codes, rows_codec
 from kvcore.kernels.pallas.arithmetic import pool
 from kvcore.kernels.pallas.lines import lanes
-from kvcore.kernels.pallas.store_rows import in_place, inside, put, target_scratch
+from kvcore.kernels.pallas.store_rows import OPERATIONS_A_VALUE, in_place, inside, put, target_scratch
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
@@ -86,7 +86,13 @@ def flush(
     held_rows = (unit < tails[0].shape[0]) & (number >= 0) & (number < tails[0].shape[1])
     sources = jnp.minimum(token, own[0].shape[0] - 1), jnp.where(held_rows, unit, -1), number
     scalars = (*sources, *inside(region, pools, *places), skipped)
-    return in_place(kernel, region, pools, scalars, inputs, specs, count, 1, more, interpret)
+    pooled = count * rows * width
+    cost = pl.CostEstimate(
+        flops=OPERATIONS_A_VALUE * pooled,
+        bytes_accessed=2 * 4 * pooled + count * region.format.row,
+        transcendentals=pooled,
+    )
+    return in_place(kernel, region, pools, scalars, inputs, specs, count, 1, more, cost, interpret)
 
 
 def _flush(

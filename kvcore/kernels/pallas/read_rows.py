@@ -34,9 +34,10 @@ def read_rows(pool, unit, row, *, count: int = 1, interpret: Any = False):
         # Without this XLA may carry a small pool into VMEM, whole, on every call.
         pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     size = groups * ROWS_TOGETHER * count
+    out = jax.ShapeDtypeStruct((len(unit) * count, *tile), pool.dtype)
     tiles = pl.pallas_call(
         functools.partial(_read, count=count, unroll=not interpret),
-        out_shape=jax.ShapeDtypeStruct((len(unit) * count, *tile), pool.dtype),
+        out_shape=out,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(len(unit) * count // size,),
@@ -45,6 +46,7 @@ def read_rows(pool, unit, row, *, count: int = 1, interpret: Any = False):
             scratch_shapes=[pltpu.SemaphoreType.DMA((groups,))],
         ),
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=2 * out.size * out.dtype.itemsize, transcendentals=0),
         interpret=interpret,
     )(unit, row, _kinds(unit, row, count), pool)
     return tiles[: rows * count].reshape(rows, count * tile[0], tile[1])

@@ -10,6 +10,7 @@ every fourth line of channels comes from the same byte of the words.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -88,8 +89,15 @@ def read_states(format: Format, pools, unit, row, shape: tuple[int, int, int], *
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
+        cost_estimate=_cost(len(unit), shape),
         interpret=interpret,
     )(unit, row, *pools)
+
+
+def _cost(count: int, shape: tuple[int, ...]) -> pl.CostEstimate:
+    """Of states that are read and written once, in fp32 at most, and made of codes or into them."""
+    values = count * math.prod(shape)
+    return pl.CostEstimate(flops=8 * values, bytes_accessed=2 * 4 * values, transcendentals=0)
 
 
 def _lines(format: Format, some: int, tile) -> tuple[int, int, int]:
@@ -278,6 +286,7 @@ def write_states(
                 pltpu.SemaphoreType.DMA((3,)),
             ],
         ),
+        cost_estimate=_cost(len(unit), states.shape[1:]),
         input_output_aliases={5 + number: number for number in range(len(pools))},
         interpret=interpret,
     )(jnp.clip(source, 0, len(states) - 1), unit, row, count, states, *pools)

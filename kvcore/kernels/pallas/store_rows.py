@@ -16,6 +16,8 @@ from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
 ROWS_A_STEP = 8
+OPERATIONS_A_VALUE = 16
+"""What encoding takes, about."""
 
 
 def store_rows(region: Region, pools, unit, row, values, *, global_scale: float = 1.0, interpret: Any):
@@ -30,9 +32,13 @@ def store_rows(region: Region, pools, unit, row, values, *, global_scale: float 
     values = jnp.pad(values.astype(jnp.float32), ((0, more), (0, lines * LANES - dim)))
     block = pl.BlockSpec((ROWS_A_STEP, lines * LANES), lambda i, *_: (i, 0))
     kernel = functools.partial(_store, region=region, pools=len(pools), global_scale=global_scale)
-    return in_place(
-        kernel, region, pools, (unit, row), (values,), (block,), len(unit) // ROWS_A_STEP, ROWS_A_STEP, (), interpret
+    cost = pl.CostEstimate(
+        flops=OPERATIONS_A_VALUE * values.size,
+        bytes_accessed=values.nbytes + len(unit) * region.format.row,
+        transcendentals=0,
     )
+    steps = len(unit) // ROWS_A_STEP
+    return in_place(kernel, region, pools, (unit, row), (values,), (block,), steps, ROWS_A_STEP, (), cost, interpret)
 
 
 def inside(region: Region, pools, unit, row):
@@ -42,7 +48,7 @@ def inside(region: Region, pools, unit, row):
     return jnp.where(exists, unit, -1), row
 
 
-def in_place(kernel, region: Region, pools, scalars, inputs, specs, steps: int, rows: int, more, interpret: Any):
+def in_place(kernel, region: Region, pools, scalars, inputs, specs, steps: int, rows: int, more, cost, interpret: Any):
     """Call a kernel ``(*scalars, *inputs, *old pools, *new pools, *scratch of Target, *more)`` that updates pools.
 
     No address is checked in it: whoever calls has made sure that all are inside.
@@ -63,6 +69,7 @@ def in_place(kernel, region: Region, pools, scalars, inputs, specs, steps: int, 
             scratch_shapes=[*target_scratch(region, rows), *more],
         ),
         compiler_params=compact.COMPILER,
+        cost_estimate=cost,
         input_output_aliases={first + number: number for number in range(len(pools))},
         interpret=interpret,
     )(*scalars, *inputs, *pools)

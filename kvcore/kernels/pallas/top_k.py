@@ -12,6 +12,8 @@ from kvcore.spec.layout import LANES
 
 SMALLEST, LARGEST = 1024, 8192
 """Columns that are sorted: at least one register of 8 by 128, at most what keeps the unrolled network short."""
+OPERATIONS_A_STAGE = 12
+"""Of the network, on each score: who the partner is, and which of both stays."""
 
 
 def top_k(scores, k: int, *, interpret: Any):
@@ -23,12 +25,18 @@ def top_k(scores, k: int, *, interpret: Any):
     size = max(SMALLEST, 1 << max(columns - 1, 0).bit_length())
     scores = jnp.pad(scores.astype(jnp.float32), ((0, 0), (0, size - columns)), constant_values=-jnp.inf)
     lines = -(-min(k, size) // LANES)
+    stages = size.bit_length() * (size.bit_length() - 1) // 2
     selected = pl.pallas_call(
         _sort,
         out_shape=jax.ShapeDtypeStruct((tokens, lines, LANES), jnp.int32),
         grid=(tokens,),
         in_specs=[pl.BlockSpec((1, size // LANES, LANES), lambda t: (t, 0, 0))],
         out_specs=pl.BlockSpec((1, lines, LANES), lambda t: (t, 0, 0)),
+        cost_estimate=pl.CostEstimate(
+            flops=OPERATIONS_A_STAGE * stages * scores.size,
+            bytes_accessed=scores.nbytes + 4 * tokens * lines * LANES,
+            transcendentals=0,
+        ),
         interpret=interpret,
     )(scores.reshape(tokens, size // LANES, LANES))
     selected = selected.reshape(tokens, lines * LANES)[:, :k]

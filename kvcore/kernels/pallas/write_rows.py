@@ -125,6 +125,7 @@ def _call(kernel, pool, scalars, tiles, scratch, interpret):
         ),
         input_output_aliases={len(scalars) + 1: 0},
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=2 * tiles.nbytes, transcendentals=0),
         interpret=interpret,
     )(*scalars, tiles, pool)
     # A pinned pool that is an output of the program without anything in between is refused by XLA's verifier.
