@@ -362,6 +362,8 @@ def records(chosen: argparse.Namespace, file: Path, model: Any, tokenizer: Any, 
             record = as_record(progress, methods, settings, given)
             if record is not None:
                 yield record
+    if not units and (record := as_record(progress, methods, settings, given)) is not None:
+        yield record  # of what was noted before
 
 
 def as_table(record: dict[str, Any]) -> str:
@@ -428,7 +430,8 @@ def write(record: dict[str, Any], folder: Path, name: str) -> None:
     (folder / f"{name}.svg").write_text(as_svg(record), encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=28)
     parser.add_argument("--tokens", type=int, default=WINDOW, help="of a window")
@@ -445,6 +448,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.resume and chosen.out is None:
         parser.error("--resume needs --out, the folder of the run")
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    chosen = parsed(arguments)
     for record in run(chosen):
         if chosen.out is not None:
             write(record, chosen.out, chosen.name)

@@ -209,3 +209,25 @@ def test_tasks_are_spread_over_the_text_and_score_no_token_twice():
     for task in kinds["needle"]:
         answer = [-2 - int(one) for one in task.ids[0, -task.asked :]]
         assert "".join(map(chr, answer)).strip().isdigit()
+
+
+def test_a_finished_run_gives_its_record_again(tmp_path):
+    """Units are done in any order, and none a second time."""
+    choices = ["--windows", "2", "--tokens", "64", "--needles", "1", "--prompts", "1", "--new", "2"]
+    chosen = quality.parsed([*choices, "--methods", "int8_row", "--out", str(tmp_path), "--resume"])
+    model = SimpleNamespace(config=CONFIG)
+
+    def work(units):
+        for unit in reversed(units):
+            done.append((unit.task.kind, unit.task.number, unit.method))
+            best = [1] * unit.task.asked * (len(unit.task.ids) if unit.task.kind == "prompts" else 1)
+            yield unit, quality.Found([1.0], best)
+
+    done: list[tuple[str, int, str]] = []
+    first = list(quality.records(chosen, tmp_path / "some.gguf", model, Tokenizer(), work))
+    assert len(set(done)) == len(done) == 8
+    assert [row["method"] for row in first[-1]["rows"]] == ["bf16", "int8_row"]
+    assert (first[-1]["model"], first[-1]["stopped_early"]) == ("some, fp32 arithmetic", False)
+    again = list(quality.records(chosen, tmp_path / "some.gguf", model, Tokenizer(), work))
+    assert len(done) == 8
+    assert again == first[-1:]
