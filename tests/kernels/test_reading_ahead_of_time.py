@@ -195,7 +195,7 @@ def classic_constants(
         *(
             pytest.param(name, name, arch, {}, id=f"{name} {gpu}")
             for gpu, arch in (("A100", 80), ("H100", 90), ("B200", 100))
-            for name in ("bf16", "fp16", "fp32", "fp8_row", "int8_row", "nf4_b64", "mxfp4")
+            for name in ("bf16", "fp16", "fp32", "fp8_row", "int8_row", "nf4_b64", "mxfp4", "nvfp4")
             # Formats that are read like another one need not be compiled for every GPU.
             if arch == 90 or name in ("bf16", "nf4_b64", "int8_row")
         ),
