@@ -198,7 +198,7 @@ KERNELS: dict[str, Kernel] = {
     **{
         f"attend_kv {format}": Kernel(
             attended_kv(format),
-            "attend_kv",
+            "attend_heads" if format.startswith("int4") else "attend_kv",
             "a chunk of keys and values",
             inner=True,
             quick=format in ("bf16", "mxfp4", "int4_g64"),
@@ -207,7 +207,10 @@ KERNELS: dict[str, Kernel] = {
     },
     **{
         f"attend_kv {format}, queries in bf16": Kernel(
-            attended_kv(format, jnp.bfloat16), "attend_kv", "a chunk of keys and values", inner=True
+            attended_kv(format, jnp.bfloat16),
+            "attend_heads" if format.startswith("int4") else "attend_kv",
+            "a chunk of keys and values",
+            inner=True,
         )
         for format in LOOKED_AT
     },

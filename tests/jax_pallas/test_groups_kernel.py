@@ -1,4 +1,7 @@
-"""Decode attention on TPU tiles to keys over tokens, interpreted with races, bounds and unwritten memory watched."""
+"""Decode attention on TPU tiles to int4 rows of eight heads and to keys over tokens, interpreted.
+
+Races, bounds and unwritten memory are watched.
+"""
 
 import functools
 
@@ -10,7 +13,7 @@ import pytest
 
 from kvcore.backends.jax_pallas import JaxOps
 from kvcore.backends.reference import ReferenceBackend
-from kvcore.kernels.pallas import attend_groups
+from kvcore.kernels.pallas import attend_groups, attend_heads
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.step import StepRequest, build_index
@@ -59,7 +62,7 @@ def beside_the_reference(kv, rng, *, heads, block=128, spoiled=False, left_paddi
         if layout == "packed":
             write = read_with = ReferenceBackend().create(plan)
         else:
-            assert attend_groups.supports(*plan.region(0, "kv"))
+            assert (attend_groups if kv.tokens_per_row > 1 else attend_heads).supports(*plan.region(0, "kv"))
             write, read_with = JaxOps(plan, "cpu", None), JaxOps(plan, "cpu", None, "interpret")
         pools = write.poison(write.allocate(), *(write.asarray(np.arange(count, dtype=np.int32)) for count in (5, 64)))
         pools = write.append_kv(pools, 0, write.index(written), write.asarray(k), write.asarray(v))
@@ -74,6 +77,7 @@ def beside_the_reference(kv, rng, *, heads, block=128, spoiled=False, left_paddi
     ("kv", "heads", "block", "left"),
     [
         pytest.param(of(8, 64), 8, 256, (None,) * 4, id="over 64 tokens, a query a head"),
+        pytest.param(KV(key_heads=8, key_dim=128, key_format="int4_g32"), 16, 128, (5, None, 90, None), id="int4_g32"),
         pytest.param(of(2, 64, window=150), 20, 64, (10, 4, 70, None), id="a window, ten queries a head, left padding"),
     ],
 )
@@ -85,16 +89,31 @@ def test_decode_attention_is_the_references(kv, heads, block, left, rng):
     assert not got[-1].any()
 
 
-def test_queries_in_bf16_are_as_exact_as_their_result(rng):
-    kv = of(4, 32, chunk=200)
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=12, block=512, bf16=True)
+@pytest.mark.parametrize(
+    ("kv", "heads"),
+    [
+        pytest.param(of(4, 32, chunk=200), 12, id="over tokens"),
+        pytest.param(
+            KV(key_heads=8, key_dim=128, key_format="int4_g64", window=99), 40, id="int4_g64, five queries a head"
+        ),
+    ],
+)
+def test_queries_in_bf16_are_as_exact_as_their_result(kv, heads, rng):
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=heads, block=512, bf16=True)
     np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got, out, rtol=2.0**-7, atol=2.0**-8 * np.abs(out).max())
 
 
-def test_what_is_not_finite_stays_with_its_head(rng):
-    """Over 32 tokens; what is finite is the reference's."""
-    (out, lse), (got, got_lse) = beside_the_reference(of(2, 32), rng, heads=8, spoiled=True)
+@pytest.mark.parametrize(
+    ("kv", "heads"),
+    [
+        pytest.param(of(2, 32), 8, id="over 32 tokens"),
+        pytest.param(KV(key_heads=8, key_dim=128, key_format="int4_g32"), 8, id="int4_g32"),
+    ],
+)
+def test_what_is_not_finite_stays_with_its_head(kv, heads, rng):
+    """What is finite is the reference's."""
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=heads, spoiled=True)
     assert not np.isfinite(out).all()
     assert np.isfinite(out).any()
     np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from kvcore.backends.jax_pallas.calls import INTERPRETER, ROWS_A_CALL, TILED, interpreted
 from kvcore.backends.jax_pallas.encoding import DTYPES
 from kvcore.kernels.pallas import attend_groups as grouped
+from kvcore.kernels.pallas import attend_heads as headed
 from kvcore.kernels.pallas import attend_kv as classic
 from kvcore.kernels.pallas import index_scores as scoring
 from kvcore.kernels.pallas import rows_codec, walks
@@ -173,7 +174,9 @@ def attend_kv(pools, regions, blocks, first, last, q, scale, sink):
     for start in range(0, len(q), step):
         some = slice(start, start + step)
         rows = keys, values, _of(pools, keys), _of(pools, values), blocks[some], first[some], last[some], q[some], scale
-        if keys.tokens > 1:
+        if headed.supports(keys, values):
+            out, lse = headed.attend_heads(*rows, sink, interpret=interpreted(pools))
+        elif keys.tokens > 1:
             out, lse = grouped.attend_groups(*rows, interpret=interpreted(pools))
         else:
             out, lse = classic.attend_kv(*rows, sink, interpret=interpreted(pools))

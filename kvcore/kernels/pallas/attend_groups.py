@@ -133,16 +133,35 @@ def attend_groups(keys: Region, values: Region, key_pools, value_pools, blocks, 
         scale: of logits, a number or an fp32 scalar.
         interpret: as in ``pallas_call``.
     """
-    tokens, heads = q.shape[:2]
-    held = keys.rows * keys.tokens
+    heads, held = q.shape[1], keys.rows * keys.tokens
     few = -(-(heads // keys.heads) // FEW) * FEW
     asked = few if few == FEW else -(-few // (2 * FEW)) * 2 * FEW
     terms = (2, 1) if q.dtype == jnp.bfloat16 else (TERMS, TERMS)
     by = Groups(keys, values, asked, max(1, SETS * SET // held), terms)
-    blocks = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % by.count)), constant_values=-1)
     inputs = [_asked(by, q), *(jnp.asarray(array, jnp.bfloat16) for array in _orders(by))]
-    scale = (jnp.float32(scale) * jnp.float32(LOG2E)).reshape(1)
     pools = [*key_pools, *value_pools]
+    given = blocks, first, last, scale
+    out, lse = walked(by, pools, given, inputs, fold=_fold, heads=heads, interpret=interpret, name="attend_groups")
+    return _finished(by, out, lse, heads)
+
+
+def walked(by, pools, given, inputs, *, each: int = 1, fold, heads: int, interpret, name: str):
+    """Walk every token's blocks -> weighted sums [T, rows, 256] over their weights' sums, and lse [T, rows].
+
+    Args:
+        by: keys, values, blocks of a chunk, and rows of queries.
+        pools: of keys, and then of values.
+        given: blocks, first, last and scale, as of ``attend_groups``.
+        inputs: what ``fold`` is given, of which the first ``each`` are a token's own.
+        fold: takes a chunk into the softmax.
+        heads: of queries.
+        interpret: as in ``pallas_call``.
+        name: of the kernel.
+    """
+    blocks, first, last, scale = given
+    tokens = len(blocks)
+    blocks = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % by.count)), constant_values=-1)
+    scale = (jnp.float32(scale) * jnp.float32(LOG2E)).reshape(1)
     if not interpret:
         # Compiled code does not look whether a block exists.
         blocks = jnp.minimum(blocks, pools[0].shape[0] - 1)
@@ -153,8 +172,11 @@ def attend_groups(keys: Region, values: Region, key_pools, value_pools, blocks, 
     def whole(array):
         return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
 
+    def own(array):
+        return pl.BlockSpec((1, *array.shape[1:]), lambda t, *_: (t, 0, 0))
+
     out, lse = pl.pallas_call(
-        functools.partial(_attend, by=by, interpret=bool(interpret)),
+        functools.partial(_attend, by=by, count=len(inputs), fold=fold, interpret=bool(interpret)),
         out_shape=[
             jax.ShapeDtypeStruct((tokens, by.rows, 2 * LANES), jnp.float32),
             jax.ShapeDtypeStruct((tokens, by.rows, LANES), jnp.float32),
@@ -163,8 +185,8 @@ def attend_groups(keys: Region, values: Region, key_pools, value_pools, blocks, 
             num_scalar_prefetch=4,
             grid=(tokens,),
             in_specs=[
-                pl.BlockSpec((1, *inputs[0].shape[1:]), lambda t, *_: (t, 0, 0)),
-                *map(whole, inputs[1:]),
+                *map(own, inputs[:each]),
+                *map(whole, inputs[each:]),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
             ],
             out_specs=[
@@ -184,12 +206,12 @@ def attend_groups(keys: Region, values: Region, key_pools, value_pools, blocks, 
         ),
         cost_estimate=_cost(by, tokens, heads, blocks.shape[1]),
         interpret=interpret,
-        name="attend_groups",
+        name=name,
     )(blocks.reshape(-1), first, last, scale, *inputs, *pools)
-    return _finished(by, out, lse[:, :, 0], heads)
+    return out, lse[:, :, 0]
 
 
-def _cost(by: Groups, tokens: int, heads: int, blocks: int) -> pl.CostEstimate:
+def _cost(by, tokens: int, heads: int, blocks: int) -> pl.CostEstimate:
     """Of every block that a call could read."""
     held = tokens * blocks * by.keys.rows * by.keys.tokens
     return pl.CostEstimate(
@@ -208,7 +230,7 @@ def _channels(by: Groups) -> np.ndarray:
 def _asked(by: Groups, q):
     """Queries [T, heads · n, 128], n of a head fill registers: once, or for two groups; channels as lines have them."""
     tokens = len(q)
-    q = _reordered(q.astype(jnp.float32).reshape(-1, LANES), _channels(by))
+    q = reordered(q.astype(jnp.float32).reshape(-1, LANES), _channels(by))
     q = q.reshape(-1, by.heads, len(q) // by.heads // tokens, LANES)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, by.asked - q.shape[2]), (0, 0)))
     return jnp.concatenate([q] * max(1, 2 * FEW // by.asked), axis=2).reshape(len(q), -1, LANES)
@@ -217,7 +239,7 @@ def _asked(by: Groups, q):
 def _once_a_group(by: Groups, q):
     """The same as [heads · groups · asked, 128]."""
     several = by.groups * by.asked * by.heads // len(q)
-    return jnp.concatenate([part for part in _parts(q, by.heads) for _ in range(several)], axis=0)
+    return jnp.concatenate([part for part in parts(q, by.heads) for _ in range(several)], axis=0)
 
 
 def _orders(by: Groups) -> tuple[np.ndarray, ...]:
@@ -258,11 +280,11 @@ def _finished(by: Groups, out, lse, heads: int):
     found = (found / jnp.where(total == 0, 1, total)[..., None])[:, :, :few].reshape(tokens, heads, LANES)
     lse = jnp.where(total == 0, -jnp.inf, jnp.log(total) + most[:, :, 0])[:, :, :few].reshape(tokens, heads)
     # Even channels come before odd ones.
-    found = _reordered(found.reshape(-1, LANES), np.arange(LANES).reshape(2, half).T.reshape(-1))
+    found = reordered(found.reshape(-1, LANES), np.arange(LANES).reshape(2, half).T.reshape(-1))
     return found.reshape(tokens, heads, LANES), lse
 
 
-def _reordered(values, order: np.ndarray):
+def reordered(values, order: np.ndarray):
     """Values [n, 128] with lanes in another order, NaN where one is no finite number.
 
     By a product, since XLA gathers lanes by way of arrays that are sixteen times as large.
@@ -273,7 +295,8 @@ def _reordered(values, order: np.ndarray):
     return jnp.where(faults > 0, np.float32(np.nan), softmax.product(jnp.where(finite, values, 0), ones, contract=0))
 
 
-def _attend(units, firsts, lasts, scale, q, lines, of_keys, alike, of_values, *refs, by: Groups, interpret: bool):
+def _attend(units, firsts, lasts, scale, *refs, by, count: int, fold, interpret: bool):
+    inputs, refs = refs[:count], refs[count:]
     buffers = [name for region in (by.keys, by.values) for name, _ in region.unit.buffers]
     pools, (out, lse, largest, total, turn, arrived, *held) = refs[: len(buffers)], refs[len(buffers) :]
     weighted = out.at[0]
@@ -322,10 +345,8 @@ def _attend(units, firsts, lasts, scale, q, lines, of_keys, alike, of_values, *r
             start(jnp.where(more, token, after), jnp.where(more, chunk + 1, chunks(after)[0]), 1 - half)
 
         each(token * every + chunk, half, lambda copy: copy.wait())
-        view = functools.partial(_view, by, dict(zip(_NAMES, _ordered(by, held), strict=True)), half, interpret)
-        views = [functools.partial(view, number) for number in range(by.sets)]
         seen = firsts[token] - chunk * rows, lasts[token] - chunk * rows
-        _fold(by, views, seen, q, scale[0], (lines, of_keys, alike, of_values), state)
+        fold(by, (held, half, interpret), seen, scale[0], inputs, state)
         return _
 
     softmax.clear(*state)
@@ -359,10 +380,12 @@ def _view(by: Groups, held: dict, half, interpret: bool, number, name: str):
     return compact.words_of_chunk(mine, half, number * size, size, interpret=interpret)
 
 
-def _fold(by: Groups, views, seen, q, scale, orders, state) -> None:
-    """Take sets into the softmax; ``seen`` is the first and the last of their positions that are."""
-    largest, total, weighted = state
-    lines, of_keys, alike, of_values = orders
+def _fold(by: Groups, chunk, seen, scale, inputs, state) -> None:
+    """Take a chunk into the softmax; ``seen`` is the first and the last of its positions that are."""
+    (held, half, interpret), (largest, total, weighted) = chunk, state
+    q, lines, of_keys, alike, of_values = inputs
+    view = functools.partial(_view, by, dict(zip(_NAMES, _ordered(by, held), strict=True)), half, interpret)
+    views = [functools.partial(view, number) for number in range(by.sets)]
     # Ahead of everything that waits for them.
     spread = [_spread(by, view, lines, of_keys) for view in views]
     beside = [_beside(by, view, alike, of_values) for view in views]
@@ -401,7 +424,7 @@ def exchanged(arrays: list) -> list:
     return found
 
 
-def _parts(words, count: int) -> list:
+def parts(words, count: int) -> list:
     """Equal parts of rows."""
     size = len(words) // count
     return [words[size * number : size * (number + 1)] for number in range(count)]
@@ -414,7 +437,7 @@ def _halves(words, by: Groups) -> list:
     """
 
     def of_heads(codes):
-        return _parts(pltpu.bitcast(codes & CODES, jnp.int8).astype(jnp.bfloat16), by.heads)
+        return parts(pltpu.bitcast(codes & CODES, jnp.int8).astype(jnp.bfloat16), by.heads)
 
     low, high = [of_heads(one) for one in words], [of_heads(lax.shift_right_logical(one, 4)) for one in words]
     return [
@@ -423,22 +446,22 @@ def _halves(words, by: Groups) -> list:
     ]
 
 
-def _added(products, count: int):
+def added(products, count: int):
     """Sums of ``count`` terms, one above the other: small ones first."""
-    return functools.reduce(jnp.add, _parts(products, count)[::-1])
+    return functools.reduce(jnp.add, parts(products, count)[::-1])
 
 
 def _logits(by: Groups, view, q, scales, offsets):
     """[rows, 128] of a set's tokens, even ones and odd ones, over ``UINT4_FACTOR``."""
     folded = q * scales
     shift = jnp.sum(q * offsets, axis=1, keepdims=True)
-    terms = [_parts(one.astype(jnp.bfloat16), by.heads) for one in compact.terms(folded, by.terms[0])]
-    shift = _parts(shift, by.heads)
+    terms = [parts(one.astype(jnp.bfloat16), by.heads) for one in compact.terms(folded, by.terms[0])]
+    shift = parts(shift, by.heads)
     found = []
-    for head, codes in enumerate(_halves(exchanged(_parts(view("codes"), by.groups)), by)):
+    for head, codes in enumerate(_halves(exchanged(parts(view("codes"), by.groups)), by)):
         left = jnp.concatenate([one[head] for one in terms], axis=0)
         products = compact.dot(left, codes, contract=0)
-        found.append(_own(by, _added(products, by.terms[0]) + shift[head]))
+        found.append(_own(by, added(products, by.terms[0]) + shift[head]))
     return jnp.concatenate(found, axis=0)
 
 
@@ -450,9 +473,13 @@ def _own(by: Groups, products):
     found, several = [], rows // by.asked
     number = lax.shift_right_logical(group, several - 1)
     for half in range(2):
-        parts = _parts(products[:, LANES * half : LANES * (half + 1)], by.groups // several)
+        several_groups = parts(products[:, LANES * half : LANES * (half + 1)], by.groups // several)
         found.append(
-            functools.reduce(lambda one, n: jnp.where(number == n, parts[n], one), range(1, len(parts)), parts[0])
+            functools.reduce(
+                lambda one, n: jnp.where(number == n, several_groups[n], one),
+                range(1, len(several_groups)),
+                several_groups[0],
+            )
         )
     even, odd = found
     if several == 1:
@@ -471,7 +498,7 @@ def _spread(by: Groups, view, lines, of_keys):
     fault = jnp.max(fault, axis=1, keepdims=True) > 0
     scales, offsets = (jnp.where(fault, other, one) for one, other in zip(found, (MARK, np.float32(0)), strict=True))
     both = compact.dot(jnp.concatenate([scales, offsets], axis=0).astype(jnp.bfloat16), lines[...], contract=0)
-    both = jnp.concatenate(_parts(both, 2), axis=1).astype(jnp.bfloat16)
+    both = jnp.concatenate(parts(both, 2), axis=1).astype(jnp.bfloat16)
     both = compact.dot(of_keys[...], both, contract=0)
     scales, offsets = both[:, :LANES], both[:, LANES:]
     return jnp.where(scales < 0, np.float32(np.nan), scales), offsets
@@ -493,15 +520,15 @@ def _weighted(by: Groups, views, weights, beside):
         # A token that is not seen has a weight of 0, whatever is its scale.
         one = jnp.where(one < 0, np.float32(np.nan), one)
         terms.append([part.astype(jnp.bfloat16) for part in compact.terms(one, by.terms[1])])
-        added.append(_parts(jnp.sum(weights * offsets, axis=1, keepdims=True), by.heads))
+        added.append(parts(jnp.sum(weights * offsets, axis=1, keepdims=True), by.heads))
     lane = lax.broadcasted_iota(jnp.int32, (2 * by.asked, 2 * LANES), 1) & LANES // 2 - 1
     part = lax.shift_right_logical(lane, (LANES // 2 // by.apart).bit_length() - 1)
-    codes = [_halves(_parts(view("values"), by.groups), by) for view in views]
+    codes = [_halves(parts(view("values"), by.groups), by) for view in views]
     for head in range(by.heads):
-        left = [_parts(one[number], by.heads)[head] for number in range(by.terms[1]) for one in terms]
+        left = [parts(one[number], by.heads)[head] for number in range(by.terms[1]) for one in terms]
         right = jnp.concatenate([one[head] for one in codes], axis=0)
-        products = _added(compact.dot(jnp.concatenate(left, axis=0), right, contract=0), by.terms[1])
-        sums = [one + more[head] for one, more in zip(_parts(products, by.apart), added, strict=True)]
+        products = added(compact.dot(jnp.concatenate(left, axis=0), right, contract=0), by.terms[1])
+        sums = [one + more[head] for one, more in zip(parts(products, by.apart), added, strict=True)]
         yield functools.reduce(lambda one, n: jnp.where(part == n, sums[n], one), range(1, by.apart), sums[0])
 
 
@@ -516,8 +543,8 @@ def _beside(by: Groups, view, alike, of_values) -> list:
         fault = jnp.maximum(fault, pltpu.roll(fault, LANES // 2, 1)) > 0
         held.append(jnp.where(fault, jnp.where(lane < LANES // 2, MARK, np.float32(0)), one))
     moved = compact.dot(jnp.concatenate(held, axis=0).astype(jnp.bfloat16), alike[...], contract=0)
-    low, high = (int_bits(one) for one in _parts(moved, 2))
-    blocks = exchanged(_parts(lax.shift_right_logical(low, 16) | high, by.groups))
+    low, high = (int_bits(one) for one in parts(moved, 2))
+    blocks = exchanged(parts(lax.shift_right_logical(low, 16) | high, by.groups))
     pairs = by.apart // 2
     numbers = []
     for number in range(2 * pairs):

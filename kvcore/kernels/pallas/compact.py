@@ -45,8 +45,8 @@ def words(tiles, *, interpret: Any):
     return tiles.bitcast(jnp.int32).reshape(rows // SUBLANES, LANES)[...]
 
 
-def words_of_chunk(held, half, first, count: int, *, interpret: Any):
-    """Words [count, 128] int32 of a half's from word ``first`` on, or fp32 where those are held.
+def words_of_chunk(held, half, first, count: int, *, step: int = 1, interpret: Any):
+    """Every ``step``-th of a half's words from ``first`` on, [count, 128] int32, or fp32 where those are held.
 
     Args:
         held: [2, tiles, lines of one, 128], of bytes, or of words of 32 bits.
@@ -55,7 +55,9 @@ def words_of_chunk(held, half, first, count: int, *, interpret: Any):
     lines = held.shape[1] * held.shape[2] // (4 if held.dtype == jnp.uint8 else 1)
     if not interpret:
         flat = held if fp32 else held.bitcast(jnp.int32)
-        return flat.reshape(HALVES, lines, LANES)[half, pl.ds(first, count)]
+        return flat.reshape(HALVES, lines, LANES)[half, pl.ds(first, count, stride=step)]
+    if step > 1:
+        return words_of_chunk(held, half, 0, lines, interpret=interpret)[first::step][:count]
     # The interpreter knows no views: what is asked for is read as it lies.
     tiles = held[half, pl.ds(first * held.shape[1] // lines, count * held.shape[1] // lines)]
     if fp32:
@@ -317,7 +319,7 @@ def decoded(region: Region, fours, rest, *, native: bool, kept=None) -> list:
     """
     places = {place.field: place for place in region.unit.places}
     first = next(field for field in region.format.fields if field.is_value)
-    bytes_ = _transposed(*fours)
+    bytes_ = transposed(*fours)
     bytes_ = bytes_ if kept is None else [words & kept for words in bytes_]
     scale_line, scale_lane = divmod(places["scales"].base, LANES)
     few = exponents(bytes_[scale_line], scale_lane, first.groups)
@@ -353,7 +355,7 @@ def in_lanes(words, first: int, count: int):
     return words & jnp.where((lane >= first) & (lane < first + count), jnp.int32(-1), 0)
 
 
-def _transposed(one, two, three, four) -> list:
+def transposed(one, two, three, four) -> list:
     """Words of four rows -> of each of their bytes, words that hold it of all four."""
     found = []
     for low in (True, False):
