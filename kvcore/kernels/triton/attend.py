@@ -21,12 +21,7 @@ import triton
 import triton.language as tl
 
 from kvcore.kernels.triton.address import begin
-from kvcore.kernels.triton.chunks import (
-    decode_chunk,
-    load_row,
-    row_pointers,
-    side_by_side,
-)
+from kvcore.kernels.triton.chunks import decode_chunk, load_row, row_pointers, side_by_side
 from kvcore.kernels.triton.codes import round_bf16
 from kvcore.kernels.triton.device import INTERPRETED, LARGE, DeviceProps
 from kvcore.kernels.triton.latent import rotate, turns
@@ -64,10 +59,7 @@ class Parts(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """What a program takes: heads, keys a tile; its warps; the depth of the pipeline that loads rows.
-
-    ``resident``: programs that a multiprocessor is to hold at once.
-    """
+    """What a program takes: heads, keys a tile; its warps; stages of loading rows; how many a multiprocessor holds."""
 
     heads: int
     keys: int
@@ -87,7 +79,6 @@ SMALL = TileConfig(heads=32, keys=16, warps=4, stages=2)
 """For GPUs whose blocks have less than LARGE bytes of shared memory."""
 WIDEST = 512
 """Channels of the rows that cuts are made for; of wider ones, MLA's, fewer heads' sums fit into Ampere's registers."""
-WIDE_HEADS = 32
 LEAN = TileConfig(heads=16, keys=32, warps=4, stages=2, resident=2)
 """For few heads and wide rows, from Hopper on: one program decodes rows while another multiplies."""
 
@@ -181,7 +172,7 @@ def attend_config(
     config = config_for(props, tokens, heads, keys, parts.full, whole)
     wide, some = parts.dim > WIDEST, entries or window
     if wide and props.capability < 90:
-        config = config._replace(heads=min(config.heads, WIDE_HEADS))
+        config = config._replace(heads=min(config.heads, FEW.heads))
     elif wide and heads <= LEAN.heads and not parts.full and config.warps > LEAN.warps:
         config = LEAN
     if (not selected and not whole) or (wide and some is not None and not some.quant):
@@ -194,8 +185,7 @@ def attend_config(
 def splits_for(props: DeviceProps, tokens: int, heads: int, keys: int, config: TileConfig) -> int:
     """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
     programs = max(1, tokens * ceil_div(heads, config.heads))
-    room = props.multiprocessors * config.resident
-    return max(1, min(room // programs, ceil_div(keys, config.keys), MOST_SPLITS))
+    return max(1, min(props.multiprocessors * config.resident // programs, ceil_div(keys, config.keys), MOST_SPLITS))
 
 
 def attend_constants(
