@@ -46,6 +46,11 @@ def scores(device: str) -> Iterator[Problem]:
     yield from check_indexer.check("e4m3 queries", keys_layer("index_fp8_132"), [5000, 300], [1, 1], device, dtype=E4M3)
 
 
+def nibbles(device: str) -> Iterator[Problem]:
+    """FP4 keys by queries in e4m3, with scales alike and far apart."""
+    yield from check_indexer.of_codes(device)
+
+
 def top(device: str) -> Iterator[Problem]:
     """Rows of one part and of several."""
     found = scene(keys_layer("bf16"), [8], [1], device)
@@ -56,6 +61,7 @@ def top(device: str) -> Iterator[Problem]:
 JUDGES: dict[str, Callable[[str], Iterator[Problem]]] = {
     "attend_hopper.py": attention,
     "scores_hopper.py": scores,
+    "scores_nibbles.py": nibbles,
     "topk_hopper.py": top,
 }
 

@@ -41,10 +41,14 @@ def scene(
     pad: int = 1,
     layout: str = "packed",
     spread: float = 1.0,
+    uneven: float = 0.0,
     drafts: int = 0,
     padding: list[int] | None = None,
 ) -> Scene:
-    """Requests of ``lengths`` tokens, the last ``news`` of which are the step's, in shuffled blocks and slots."""
+    """Requests of ``lengths`` tokens, the last ``news`` of which are the step's, in shuffled blocks and slots.
+
+    Rows' sizes are ``spread`` powers of two apart, those of 32 channels of a row ``uneven``.
+    """
     spec = CacheSpec(layers=(layer,), block_tokens=block_tokens)
     blocks = [-(-length // block_tokens) for length in lengths]
     tokens = max(1, sum(blocks) + 1) * block_tokens
@@ -62,17 +66,22 @@ def scene(
         left = None if padding is None else padding[number]
         rows.append(StepRequest(len(lengths) - number, length - new, new, taken, left_padding=left))
         # Interpreted kernels would take longer to write what is read than to read it.
-        write(plain if device == "cpu" else ops, pools, layer, rows[-1], max(blocks, default=1) or 1, spread)
+        write(plain if device == "cpu" else ops, pools, layer, rows[-1], max(blocks, default=1) or 1, spread, uneven)
     columns = max(blocks, default=1) or 1
     host = build_index(rows, max_blocks=columns, pad_tokens=sum(news) + pad, pad_requests=len(rows) + (pad > 0))
     return Scene(ops, plain, pools, ops.index(host), host)
 
 
-def write(ops: Any, pools: Any, layer: LayerSpec, row: StepRequest, columns: int, spread: float) -> None:
+def write(
+    ops: Any, pools: Any, layer: LayerSpec, row: StepRequest, columns: int, spread: float, uneven: float = 0.0
+) -> None:
     """Random rows for everything that is live at the row's length."""
 
     def values(count: int, dim: int) -> torch.Tensor:
         made = torch.randn(count, dim, device=ops.device)
+        if uneven:
+            sizes = torch.exp2(uneven * torch.randn(count, -(-dim // 32), device=ops.device))
+            made *= sizes.repeat_interleave(32, dim=1)[:, :dim]
         return (made * torch.exp2(spread * torch.randn(count, 1, device=ops.device))).to(torch.bfloat16)
 
     def index(start: int, length: int) -> Any:

@@ -1,4 +1,4 @@
-"""Gluon's language in NumPy, as far as ``attend_codes`` and ``attend_packed`` speak it.
+"""Gluon's language in NumPy, as far as ``attend_codes``, ``attend_packed`` and ``scores_nibbles`` speak it.
 
 Layouts do nothing, and copies end as they begin. Kernels in Gluon have no interpreter. What they compute does not
 depend on layouts, so it can be carried out with arrays; assembly is told by what it does to numbers.
@@ -25,7 +25,7 @@ class Pointer:
     def __getitem__(self, key):
         return Pointer(self.memory, self.at[key], self.type)
 
-    def to(self, dtype, bitcast):
+    def to(self, dtype, bitcast=True):
         assert bitcast
         return Pointer(self.memory, self.at, dtype)
 
@@ -68,6 +68,13 @@ class Shared:
         del layout
         return tensor(self.values.copy())
 
+    def store(self, values):
+        self.values[...] = values
+
+    def reinterpret(self, dtype, shape, layout):
+        del layout
+        return Shared(self.values.view(dtype).reshape(shape))
+
 
 def tensor(values):
     return np.asarray(values).view(Tensor)
@@ -96,6 +103,20 @@ def product(a, b, sums):
     return tensor(np.asarray(a, np.float32) @ np.asarray(b, np.float32) + np.asarray(sums))
 
 
+def group_product(a, b, sums, *, use_acc=True, is_async=False):
+    """Of two tiles in shared memory."""
+    del is_async
+    return product(a.values, b.values, sums if use_acc else 0)
+
+
+def allocate(dtype, shape, _, values=None):
+    """Shared memory: poisoned, or what it is given."""
+    found = np.full((*shape, np.dtype(dtype).itemsize), 0x7F, np.uint8).view(dtype)[..., 0]
+    if values is not None:
+        found[...] = values
+    return Shared(found)
+
+
 def where(condition, yes, no):
     return tensor(np.where(condition, yes, no))
 
@@ -115,7 +136,7 @@ def language(number, assembly):
 
     layouts = (
         *("NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout", "SliceLayout", "BlockedLayout"),
-        "DistributedLinearLayout",
+        *("DistributedLinearLayout", "NVMMASharedLayout"),
     )
     return SimpleNamespace(
         **dict.fromkeys(layouts, nothing),
@@ -126,10 +147,14 @@ def language(number, assembly):
         bfloat16=BF16,
         float16=np.dtype(np.float16),
         float32=np.dtype(np.float32),
+        float8e4nv=np.dtype(ml_dtypes.float8_e4m3fn),
+        float8e5=np.dtype(ml_dtypes.float8_e5m2),
         pointer_type=lambda dtype: dtype,
         constexpr=None,
-        arange=lambda first, end, **_: tensor(np.arange(first, end)),
+        arange=lambda first, end, *_, **__: tensor(np.arange(first, end)),
         full=lambda shape, value, dtype, _: tensor(np.full(shape, value, dtype)),
+        zeros=lambda shape, dtype, _: tensor(np.zeros(shape, dtype)),
+        cdiv=lambda a, b: -(-a // b),
         load=load,
         store=store,
         where=where,
@@ -143,10 +168,9 @@ def language(number, assembly):
         join=lambda a, b: tensor(np.stack([a, b], axis=-1)),
         split=lambda x: (tensor(x[..., 0]), tensor(x[..., 1])),
         permute=lambda x, order: x.transpose(order),
-        convert_layout=lambda x, _: x,
+        reshape=lambda x, shape: np.ascontiguousarray(x).reshape(shape).view(Tensor),
+        convert_layout=lambda x, *_, **__: x,
         static_range=range,
-        allocate_shared_memory=lambda dtype, shape, _: Shared(
-            np.full((*shape, np.dtype(dtype).itemsize), 0x7F, np.uint8).view(dtype)[..., 0]
-        ),
+        allocate_shared_memory=allocate,
         inline_asm_elementwise=inline,
     )

@@ -48,6 +48,10 @@ LAYERS = (
         entries=Entries(dim=DIM, ratio=4),
         index_keys=IndexKeys(dim=128, ratio=4, heads=HEADS, topk=K, format="index_fp8_132"),
     ),
+    LayerSpec(
+        entries=Entries(dim=DIM, ratio=4),
+        index_keys=IndexKeys(dim=128, ratio=4, heads=HEADS, topk=K, format="index_fp4_68"),
+    ),
 )
 PLAN = plan_cache(CacheSpec(layers=LAYERS), max_requests=Q, max_tokens=4096, max_draft_tokens=3)
 
@@ -352,22 +356,23 @@ def test_attention_on_hopper_is_given_what_others_are():
     assert faults("attend_rows", launched) == ["attend_hopper_kernel: own_ptr is given positions"]  # instead of none
 
 
-def of_codes(heads=HEADS, tokens=Q, **given):
-    """Scores of queries in e4m3, one a request, by keys as they are stored."""
+def of_codes(layer, heads=HEADS, tokens=Q, **given):
+    """Scores of queries in e4m3, one a request."""
     q = Named("q", (tokens, heads, 128), "float8_e4m3fn")
-    return recorded("score_rows", q=q, record=number_of("index_keys", 5), columns=16_384, **given)
+    return recorded("score_rows", q=q, record=number_of("index_keys", layer), columns=262_144, **given)
 
 
-def test_scores_of_codes_on_hopper_are_given_what_others_are():
-    ((kernel, grid, given),) = launched = of_codes()
-    assert kernel.kernel.fn.__name__ == "hopper_codes_kernel"
+@pytest.mark.parametrize(("layer", "name"), [(5, "hopper_codes_kernel"), (6, "hopper_nibbles_kernel")])
+def test_scores_of_codes_on_hopper_are_given_what_others_are(layer, name):
+    ((kernel, grid, given),) = launched = of_codes(layer)
+    assert kernel.kernel.fn.__name__ == name
     assert not faults("score_rows", launched)
     # Every column is some program's, and all programs run at once.
-    assert grid[0] * 64 * given["tiles"] >= Q * 16_384
+    assert grid[0] * 64 * given["tiles"] >= Q * 262_144
     assert grid[0] <= 132 * 5
     for others in ({"gluon": False}, {"heads": 128}, {"tokens": 2 * Q}):
-        ((kernel, _, _),) = launched = of_codes(**others)
-        assert kernel.kernel.fn.__name__ != "hopper_codes_kernel"
+        ((kernel, _, _),) = launched = of_codes(layer, **others)
+        assert kernel.kernel.fn.__name__ != name
         assert set(faults("score_rows", launched)) <= {"hopper_scores_kernel: heads = 128"}
 
 
@@ -402,7 +407,8 @@ def test_every_kernel_is_launched():
         *of_few_rows(),
         *of_long_rows(),
         *of_pool_rows(),
-        *of_codes(),
+        *of_codes(5),
+        *of_codes(6),
         *of_packed_rows(),
         *others,
         *(one for name in LAUNCHES for one in recorded(name)),

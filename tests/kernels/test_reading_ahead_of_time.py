@@ -18,6 +18,7 @@ from kvcore.kernels.triton import (
     flash_index,
     scores,
     scores_hopper,
+    scores_nibbles,
     topk,
     topk_hopper,
 )
@@ -29,6 +30,8 @@ from kvcore.kernels.triton.launches.indexer import (
     CODES_REGISTERS,
     CODES_STAGES,
     LEAN_REGISTERS,
+    NIBBLES_PROGRAMS,
+    NIBBLES_REGISTERS,
     ROUND,
     SEEN_REGISTERS,
 )
@@ -292,6 +295,17 @@ def test_scores_of_codes_on_hopper_compile(ahead, record):
         text = compiled(scores_hopper.hopper_codes_kernel, 90, constants, exact=False, **options).asm["ptx"]
         first = min(text.find(word) for word in ("ld.global", "cp.async", "st.global"))
         assert 0 <= text.find("griddepcontrol.launch_dependents") < text.find("griddepcontrol.wait") < first
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_scores_of_nibbles_on_hopper_compile(ahead, record):
+    keys = record_of("index_keys", dim=128, ratio=4, heads=64, topk=512, format="index_fp4_68")
+    constants = {"R": keys, "RATIO": 4, "HEADS": 64, "AHEAD": ahead}
+    options = {"exact": False, "types": {"q": "fp8e4nv"}, "registers": NIBBLES_REGISTERS}
+    options["shared"] = SHARED[90] * 1024 // NIBBLES_PROGRAMS
+    case = f"index_fp4_68, e4m3{', ahead' * ahead}"
+    found = check(record, case, scores_nibbles.hopper_nibbles_kernel, 90, constants, **options)
+    assert not found.spilled_bytes, found
 
 
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])

@@ -11,6 +11,7 @@ from kvcore.kernels.triton.launches.indexer import (
     MOST_BEST,
     MOST_SCORES,
     RUN,
+    as_they_are,
     best_workspace,
     runs_of,
     seen_of,
@@ -33,9 +34,16 @@ class Scored(NamedTuple):
     rotated: bool
     codes: bool
 
-    def queries(self, q):
-        """Queries as the kernels take them; bf16 holds what e4m3 does."""
-        return (q if self.codes or q.dtype != torch.float8_e4m3fn else q.to(torch.bfloat16)).contiguous()
+    def queries(self, q, requests=0, columns=0):
+        """Queries as the kernels take them; bf16 holds what e4m3 does.
+
+        ``requests`` and ``columns`` are of a call that keeps all scores, else 0.
+        """
+        if q.dtype == torch.float8_e4m3fn and not self.codes:
+            to: Any = launch.run_triton
+            codes = requests > 0 and as_they_are(to, q, self.part.number, requests, len(q) * columns)
+            q = q if codes else q.to(torch.bfloat16)
+        return q.contiguous()
 
 
 def bind_scores(*but):
@@ -63,7 +71,7 @@ def index_scores(bound, ops, pools, layer, index, q, weights, *, columns=None):
     if not len(index.slots) or not q.numel() or not columns:  # there is nothing to launch
         return PLAIN.index_scores(ops, pools, layer, index, q, weights, columns=columns)
     return launch.calls().score_rows(
-        *_given(bound, ops, pools, index, q, weights),
+        *_given(bound, ops, pools, index, q, weights, len(index.block_table), columns),
         bound.part.number,
         bound.ratio,
         columns,
@@ -123,10 +131,10 @@ def index_select(bound, ops, pools, layer, index, q, weights, k, *, columns=None
     )
 
 
-def _given(bound, ops, pools, index, q, weights):
+def _given(bound, ops, pools, index, q, weights, requests=0, columns=0):
     """What launches of scores take first: what is scored, where the keys lie, and room for rotated queries."""
     return (
-        bound.queries(q),
+        bound.queries(q, requests, columns),
         weights.contiguous(),
         index.positions,
         index.request_index,

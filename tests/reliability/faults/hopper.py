@@ -95,6 +95,38 @@ TABLE = {
             "keys lie in another one's place in shared memory",
         ),
     ],
+    "scores_nibbles.py": [
+        (
+            'gl.where(column < visible, score, float("-inf"))',
+            "score",
+            "entries that lie ahead of the query have scores",
+        ),
+        (
+            "    found += gl.abs(found)\n",
+            "",
+            "negative products count",
+        ),
+        (
+            "lop3.b32 $0, t, 0x80808080, c, 0xEA",
+            "and.b32 $0, c, c",
+            "every second channel has lost its sign",
+        ),
+        (
+            "(scale[:, None] >> (group * 8)[None, :]) & 0xFF",
+            "(scale[:, None] >> (group * 0)[None, :]) & 0xFF",
+            "all channels have the first group's scale",
+        ),
+        (
+            "    if furthest >= PART:\n",
+            "    if furthest < 0:\n",
+            "keys whose scales are far apart have other codes",
+        ),
+        (
+            "put_tile(codes, scale, rooms[1 - half],",
+            "put_tile(codes, scale, rooms[half],",
+            "keys come to where products are under way",
+        ),
+    ],
     "topk_hopper.py": [
         (
             "        setp.gt.s64 q, other, mine;\n",

@@ -11,6 +11,7 @@ from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.scores import (
     HOPPER_KEYS,
     HOPPER_PROGRAMS,
+    SIZES,
     ScoreConfig,
     fitted_tiles,
     hopper_takes,
@@ -41,6 +42,11 @@ LEAN_REGISTERS, LEAN_HEADS = 96, 64
 CODES_REGISTERS, CODES_STAGES, CODES_PROGRAMS = 96, 3, 5
 """Of the kernel for queries in e4m3: registers of a thread and tiles in shared memory, so that so many programs share a
 multiprocessor."""
+NIBBLES_REGISTERS, NIBBLES_PROGRAMS = 120, 4
+"""Of the kernel that spreads keys of four bits to codes of eight, likewise: fewer registers, and up to six programs,
+took longer."""
+FEWEST_NIBBLES = SIZES[0]
+"""Scores from which on it is launched: of fewer the other kernel has sums in fp32, and need not wait for queries."""
 NO_FLOOR = -(1 << 31)
 """Below every score's order."""
 MOST_SCORES = 1 << 26
@@ -89,6 +95,14 @@ def _hopper_codes(record: int, heads: int, ratio: int, ahead: bool) -> Kernel:
         "R": BOUND[record].record, "RATIO": ratio, "HEADS": max(16, power_of_two(heads)), "STAGES": CODES_STAGES,
     }  # fmt: skip
     return Kernel(hopper_codes_kernel, constants, writes=("out",), fused=True, ahead=ahead, maxnreg=CODES_REGISTERS)
+
+
+@cache
+def _hopper_nibbles(record: int, heads: int, ratio: int, ahead: bool) -> Kernel:
+    from kvcore.kernels.triton.scores_nibbles import hopper_nibbles_kernel
+
+    constants = {"R": BOUND[record].record, "RATIO": ratio, "HEADS": max(16, power_of_two(heads))}
+    return Kernel(hopper_nibbles_kernel, constants, writes=("out",), fused=True, ahead=ahead, maxnreg=NIBBLES_REGISTERS)
 
 
 @cache
@@ -152,12 +166,15 @@ def _on_hopper(to: Framework, props: DeviceProps, q: Array, record: int, scores:
     return hopper_takes(known, q.shape[1]) if narrow and to.gluon and hopper(props) else ""
 
 
-def _as_they_are(to: Framework, q: Array, record: int, requests: int) -> bool:
-    """True where Hopper's FP8 tensor cores multiply queries in e4m3, one a request, by keys as they are stored."""
+def as_they_are(to: Framework, q: Array, record: int, requests: int, scores: int) -> str:
+    """What Hopper's FP8 tensor cores take of keys for queries in e4m3, one a request; "" where they do not."""
     known = BOUND[record].record
     few = q.shape[0] < 2 * requests and q.shape[1] <= LEAN_HEADS
-    fits = few and known.rows % HOPPER_KEYS == 0 and hopper_takes(known, q.shape[1]) == "codes"
-    return fits and q.dtype == to.e4m3 and to.gluon and hopper(to.props(q))
+    fits = few and known.rows % HOPPER_KEYS == 0 and not known.hadamard
+    if not fits or q.dtype != to.e4m3 or not to.gluon or not hopper(to.props(q)):
+        return ""
+    taken = hopper_takes(known, q.shape[1])
+    return "" if taken == "nibbles" and scores < FEWEST_NIBBLES else taken
 
 
 def _scores_out(to: Framework, q: Array, columns: int) -> Array:
@@ -180,14 +197,17 @@ def score_rows(
     tokens, heads, _ = q.shape
     if not tokens * columns:
         return out
-    if _as_they_are(to, q, record, block_table.shape[0]):
-        tiles = fitted_tiles(CODES_PROGRAMS * to.props(q).multiprocessors, tokens, columns)
+    stored = as_they_are(to, q, record, block_table.shape[0], tokens * columns)
+    if stored:
+        at_once = (CODES_PROGRAMS if stored == "codes" else NIBBLES_PROGRAMS) * to.props(q).multiprocessors
+        tiles = fitted_tiles(at_once, tokens, columns)
         programs, (codes_of, scales_of, _) = (
             tokens * ceil_div(columns, HOPPER_KEYS * tiles),
             BOUND[record].given(buffers),
         )
+        kernel = _hopper_codes if stored == "codes" else _hopper_nibbles
         to.run(
-            _hopper_codes(record, heads, ratio, programs <= CODES_PROGRAMS * to.props(q).multiprocessors),
+            kernel(record, heads, ratio, programs <= at_once),
             (programs,),
             (out, q, weights, codes_of, scales_of, positions, request_index, block_table),
             (tokens, heads, columns, block_table.shape[1], tiles),
