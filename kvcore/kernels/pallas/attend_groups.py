@@ -513,14 +513,14 @@ def _two(words):
 
 def _weighted(by: Groups, views, weights, beside):
     """Values by their weights [rows, sets · 128]: of every head [2 · asked, 2 · 128]."""
-    terms, added = [], []
+    terms, constants = [], []
     for part in zip(*beside, strict=True):
         scales, offsets = (jnp.concatenate(several, axis=1) for several in zip(*part, strict=True))
         one = weights * scales
         # A token that is not seen has a weight of 0, whatever is its scale.
         one = jnp.where(one < 0, np.float32(np.nan), one)
         terms.append([part.astype(jnp.bfloat16) for part in compact.terms(one, by.terms[1])])
-        added.append(parts(jnp.sum(weights * offsets, axis=1, keepdims=True), by.heads))
+        constants.append(parts(jnp.sum(weights * offsets, axis=1, keepdims=True), by.heads))
     lane = lax.broadcasted_iota(jnp.int32, (2 * by.asked, 2 * LANES), 1) & LANES // 2 - 1
     part = lax.shift_right_logical(lane, (LANES // 2 // by.apart).bit_length() - 1)
     codes = [_halves(parts(view("values"), by.groups), by) for view in views]
@@ -528,7 +528,7 @@ def _weighted(by: Groups, views, weights, beside):
         left = [parts(one[number], by.heads)[head] for number in range(by.terms[1]) for one in terms]
         right = jnp.concatenate([one[head] for one in codes], axis=0)
         products = added(compact.dot(jnp.concatenate(left, axis=0), right, contract=0), by.terms[1])
-        sums = [one + more[head] for one, more in zip(parts(products, by.apart), added, strict=True)]
+        sums = [one + more[head] for one, more in zip(parts(products, by.apart), constants, strict=True)]
         yield functools.reduce(lambda one, n: jnp.where(part == n, sums[n], one), range(1, by.apart), sums[0])
 
 
