@@ -10,7 +10,7 @@ Shapes are those of ``kvcore bench``: 32 query heads, 8 key heads of 128 channel
 import argparse
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,14 @@ APPENDS = (
     ("int4_ch32", "int4_g32", 30, 1),
     ("int4_ch32", "int4_g32", 0, 32),
     ("int4_ch32", "int4_g32", 31, 1),
+    ("int4_ch64", "int4_g64", 30, 1),
+    ("int4_ch64", "int4_g64", 0, 64),
+    ("int4_ch64", "int4_g64", 63, 1),
 )
 """(keys, values, position, positions from there on): the token at position 31 closes a group of 32.
 
-Requests that do not keep step with each other are spread over all positions, so that two of 64 close one."""
+Requests that do not keep step with each other are spread over all positions, so that two of 64 close one of 32, and one
+closes one of 64."""
 APPEND = 1.3
 """Part of the time of an append of bf16 that one of int4 is to take at most."""
 
@@ -64,23 +68,18 @@ def beside(row: dict[str, Any], peer: dict[str, Any], goal: float) -> dict[str, 
     return {**row, "peer": peer["name"], "part": round(row["us"] / peer["us"], 3), "goal": goal}
 
 
-def measure(device: str, repeats: int) -> list[dict[str, Any]]:
-    """All rows."""
-    rows = []
+def measure(device: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """All rows, as they come."""
+    first, *others = (
+        lambda a=each: kv.append(device, a[0], REQUESTS, a[2], values=a[1], spread=a[3]) for each in APPENDS
+    )
+    yield (peer := timed(first, 30))
+    yield from (beside(timed(make, 30), peer, APPEND) for make in others)
     for count, tokens in SHAPES:
-        peer = timed(lambda a=(count, tokens): kv.dense_copy(device, "SDPA", *a), repeats)
-        rows.append(peer)
-        print(said(peer), flush=True)
+        yield (peer := timed(lambda a=(count, tokens): kv.dense_copy(device, "SDPA", *a), repeats))
         for keys, values, goal in FORMATS:
             made = timed(lambda a=(keys, count, tokens), v=values: kv.attend(device, *a, values=v), repeats)
-            rows.append(beside(made, peer, goal))
-            print(said(rows[-1]), flush=True)
-    first, *others = (
-        timed(lambda a=each: kv.append(device, a[0], REQUESTS, a[2], values=a[1], spread=a[3]), 30) for each in APPENDS
-    )
-    rows += [first, *(beside(each, first, APPEND) for each in others)]
-    print("\n".join(map(said, rows[-len(APPENDS) :])))
-    return rows
+            yield beside(made, peer, goal)
 
 
 def said(row: dict[str, Any]) -> str:
@@ -95,18 +94,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of the record")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    record = {
+        "figure": "decode attention from low-bit codes, as a part of torch's attention on a dense copy, one run",
+        "command": environment.of_script()["command"],
+        "commit": environment.commit(),
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "stopped_early": True,
+        "rows": rows,
+    }
     with torch.no_grad():
-        rows = measure("cuda", args.repeats)
-    if args.out:
-        record = {
-            "figure": "decode attention from low-bit codes, as a part of torch's attention on a dense copy, one run",
-            "command": environment.of_script()["command"],
-            "commit": environment.commit(),
-            "device": torch.cuda.get_device_name(),
-            "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        for row in measure("cuda", args.repeats):
+            rows.append(row)
+            print(said(row), flush=True)
+            keep(record, args.out)
+    del record["stopped_early"]
+    keep(record, args.out)
+
+
+def keep(record: dict[str, Any], path: Path | None) -> None:
+    """Write what there is of a record, where that was asked for."""
+    if path:
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
