@@ -94,33 +94,71 @@ def half_away(x):
 
 
 @triton.jit
-def quantise(x, inside, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
-    """Values [n, tiles, width] -> (codes as int32, same shape; scale bits as int32 and finiteness, both [n, tiles]).
+def larger(a, b):
+    """The larger of two numbers, NaN where one is none."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
-    NARROW: every value is a bf16 number. Codes of groups that are not finite are anything; the caller clears them.
-    """
-    magnitude = float_bits(x) & 0x7FFFFFFF
-    if R.quant < R.tiles * R.width:
-        magnitude = tl.where(inside, magnitude, 0)
-    largest = tl.max(magnitude, axis=2)
+
+@triton.jit
+def largest_of(x, inside, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Bits of the largest magnitude of each group [n, tiles]; of one that is not finite those of infinity, or above."""
+    if NATIVE:
+        # Instructions on fp32 numbers take signs off on the way, where the compiler does not do it in one of its own.
+        x = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        if R.quant < R.tiles * R.width:
+            x = tl.where(inside, x, 0.0)
+        largest = float_bits(tl.reduce(x, 2, larger))
+    else:
+        magnitude = float_bits(x) & 0x7FFFFFFF
+        if R.quant < R.tiles * R.width:
+            magnitude = tl.where(inside, magnitude, 0)
+        largest = tl.max(magnitude, axis=2)
+    return largest
+
+
+@triton.jit
+def clamped(x, LIMIT: tl.constexpr, NATIVE: tl.constexpr):
+    """Numbers within ± LIMIT; of NaN anything."""
+    limit = tl.full(x.shape, LIMIT, tl.float32)
+    if NATIVE:
+        x = tl.inline_asm_elementwise(
+            "min.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        x = tl.minimum(tl.maximum(x, -limit), limit)
+    return x
+
+
+@triton.jit
+def ratios(x, inside, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Values [n, tiles, width] -> (what rounds to codes; scale bits as int32 and finiteness, both [n, tiles])."""
+    largest = largest_of(x, inside, R, NATIVE)
     finite = largest < 0x7F800000
     largest = tl.where(finite, largest, 0)
     if R.limit < float("inf"):
         # Values so large that code times scale would be infinite; clamped, a code never is above the code's largest.
         largest = tl.minimum(largest, R.limit_bits)
-        x = tl.minimum(tl.maximum(x, -R.limit), R.limit)
+        x = clamped(x, R.limit, NATIVE)
     stored, scale = scale_of(largest, R, NATIVE)
     if R.rule == "pow2":
         # No clamp: a power of two that is rounded up leaves at most the code's largest value, and a hair.
         ratio = x * bits_float((254 << 23) - float_bits(scale))[:, :, None]
     elif R.rule == "quotient":
         ratio = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, :, None]
-        ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)
+        ratio = clamped(ratio, R.largest, NATIVE)
         if R.code == "int8":
             ratio = half_away(ratio)
     else:
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
-        ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)
+        ratio = clamped(ratio, R.largest, NATIVE)
+    tl.static_assert(R.scale == "e8m0" or R.scale == "e4m3" or R.scale == "fp32", "a scale code that is not known")
+    bad: tl.constexpr = 0xFF if R.scale == "e8m0" else (0x7F if R.scale == "e4m3" else 0x7FC00000)
+    return ratio, tl.where(finite, stored, bad), finite
+
+
+@triton.jit
+def code_of(ratio, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes as int32 of ``ratios``; NARROW: all came from bf16 numbers. Of groups that are not finite anything."""
     if R.code == "e4m3":
         code = e4m3_code(ratio, NATIVE)
     elif R.code == "e2m1":
@@ -131,33 +169,61 @@ def quantise(x, inside, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.conste
         code = nf4_code(ratio)
     else:
         tl.static_assert(False, "an element code that the kernels do not encode")
-    tl.static_assert(R.scale == "e8m0" or R.scale == "e4m3" or R.scale == "fp32", "a scale code that is not known")
-    bad: tl.constexpr = 0xFF if R.scale == "e8m0" else (0x7F if R.scale == "e4m3" else 0x7FC00000)
-    return code, tl.where(finite, stored, bad), finite
+    return code
+
+
+E4M3_BYTES = tl.constexpr(
+    """{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+    and.b32 $0, $0, $5;
+}"""
+)
+"""Four numbers to e4m3 codes side by side in a word, of which a word of ones and zeros leaves some."""
+
+
+@triton.jit
+def bytes_of(ratio, finite, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes of a byte each of ``ratios``, zero in groups that are not finite."""
+    if NATIVE and R.code == "e4m3":
+        kept = tl.broadcast_to(tl.where(finite, 0xFF, 0).to(tl.uint8)[:, :, None], ratio.shape)
+        # The compiler would take each code out of its pair, and clear and pack them one by one.
+        byte = tl.inline_asm_elementwise(
+            E4M3_BYTES, "=r,f,f,f,f,r", [ratio, kept], dtype=tl.uint8, is_pure=True, pack=4
+        )  # fmt: skip
+    else:
+        byte = tl.where(finite[:, :, None], code_of(ratio, R, NARROW, NATIVE), 0).to(tl.uint8)
+    return byte
 
 
 @triton.jit
 def store_codes(
     x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """Encode the scaled channels of x [n, tiles, width] and store codes, scales and padding."""
+    """Encode the scaled channels of x [n, tiles, width] and store codes, scales and padding.
+
+    NARROW: every value is a bf16 number.
+    """
     n: tl.constexpr = x.shape[0]
     channel = channels(R)
-    code, scale, finite = quantise(x, channel < R.quant, R, NARROW, NATIVE)
+    ratio, scale, finite = ratios(x, channel < R.quant, R, NATIVE)
     at = element_offsets(unit, row, R.codes_unit, R.codes_base, R.codes_stride, 1)[:, None, None]
     if R.code_words:
         eighth = tl.arange(0, R.tiles)[None, :, None] * (R.width // 8) + tl.arange(0, R.width // 8)[None, None, :]
-        word = tl.where(finite[:, :, None], words(code, 4), 0)
+        word = tl.where(finite[:, :, None], words(code_of(ratio, R, NARROW, NATIVE), 4), 0)
         store_words(codes_ptr, at + eighth * 4, word, valid[:, None, None] & (eighth < R.quant // 8))
     elif R.code == "e2m1" or R.code == "nf4":
+        code = code_of(ratio, R, NARROW, NATIVE)
         low, high = tl.split(tl.reshape(code, (n, R.tiles, R.width // 2, 2)))
         half = tl.arange(0, R.tiles)[None, :, None] * (R.width // 2) + tl.arange(0, R.width // 2)[None, None, :]
         keep = valid[:, None, None] & (half < R.quant // 2)
         byte = tl.where(finite[:, :, None], low | (high << 4), 0).to(tl.uint8)
         tl.store(codes_ptr + at + half, byte, mask=keep)
     else:
-        byte = tl.where(finite[:, :, None], code, 0).to(tl.uint8)
-        tl.store(codes_ptr + at + channel, byte, mask=valid[:, None, None] & (channel < R.quant))
+        keep = valid[:, None, None] & (channel < R.quant)
+        tl.store(codes_ptr + at + channel, bytes_of(ratio, finite, R, NARROW, NATIVE), mask=keep)
     group = tl.arange(0, R.tiles)[None, :]
     if R.scale == "fp32":
         target = (
@@ -358,8 +424,8 @@ def as_stored(x, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
         tl.static_assert(R.plain == "", "a plain code that the kernels do not know")
     if R.quant:
         channel = channels(R)
-        code, scale, finite = quantise(x, channel < R.quant, R, NARROW or R.hadamard, NATIVE)
-        code = tl.where(finite[:, :, None], code, 0)
+        ratio, scale, finite = ratios(x, channel < R.quant, R, NATIVE)
+        code = tl.where(finite[:, :, None], code_of(ratio, R, NARROW or R.hadamard, NATIVE), 0)
         scaled = code_value(code, R, NATIVE) * scale_value(scale, R, NATIVE)[:, :, None] * R.global_scale
         value = tl.where(channel < R.quant, scaled, value)
     return value
