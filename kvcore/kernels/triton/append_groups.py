@@ -153,7 +153,8 @@ def settled(x, finite, P: tl.constexpr):
 @triton.jit
 def ring_at(slot, number, head, tail_ptr, T: tl.constexpr):
     """int16 pointers to raw rows of positions."""
-    row = number % T.rows * T.heads + head
+    # Of unsigned numbers a remainder by a power of two is a mask, and the compiler knows that of a group's first row.
+    row = (number.to(tl.uint32) % T.rows).to(tl.int32) * T.heads + head
     at = tail_ptr + element_offsets(slot, row, T.plain_unit, T.plain_base, T.plain_stride, 1)
     return at.to(tl.pointer_type(tl.int16))
 
@@ -181,34 +182,36 @@ def raw_values(
 
 
 @triton.jit
-def raw_row(
-    number, channel, start, first, slot, head, values_ptr, tail_ptr, P: tl.constexpr, T: tl.constexpr,
-    NATIVE: tl.constexpr,
-):  # fmt: skip
-    """The raw row [1, c] of one position, as of ``raw_values``: integers have no layout that a compiler looks for."""
-    none = tl.zeros_like(channel)[None, :]
-    own, held = none + number >= start, (none + number < start) & (none + slot >= 0)
-    token = ((first + number - start).to(tl.int64) * P.heads + head) * P.dim
-    ring = ring_at(tl.maximum(slot, 0), number, head, tail_ptr, T)
-    if values_ptr.dtype.element_ty == tl.bfloat16:
-        # Such rows are what the ring would hold of them.
-        at = tl.where(number >= start, values_ptr.to(tl.pointer_type(tl.int16)) + token, ring)
-        bits = tl.load(at + channel[None, :], mask=own | held, other=0).to(tl.int32)
-    else:
-        bits = tl.load(ring + channel[None, :], mask=held, other=0).to(tl.int32)
-        bits |= raw_bits(tl.load(values_ptr + token + channel[None, :], mask=own, other=0), T, NATIVE)
-    return bits_float(bits << 16)
-
-
-@triton.jit
 def eight_rows(
     number, channel, start, first, slot, head, values_ptr, tail_ptr, P: tl.constexpr, T: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The raw rows of eight positions from ``number`` on."""
+    """The raw rows [1, c] of eight positions from ``number``, a multiple of eight, on, as of ``raw_values``.
+
+    Integers have no layout that a compiler looks for, and what is common to eight rows is computed once.
+    """
+    none = tl.zeros_like(channel)[None, :]
+    given = ((first + number - start).to(tl.int64) * P.heads + head) * P.dim
+    ring = ring_at(tl.maximum(slot, 0), number, head, tail_ptr, T)
+    own, there = none + (start - number), none + slot >= 0
+    apart: tl.constexpr = P.heads * P.dim
+    ring_apart: tl.constexpr = T.heads * T.plain_stride // 2
     rows = ()
     for i in tl.static_range(8):
-        rows = rows + (raw_row(number + i, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
+        if T.rows % 8:
+            ring_row = ring_at(tl.maximum(slot, 0), number + i, head, tail_ptr, T)
+        else:
+            ring_row = ring + i * ring_apart
+        if values_ptr.dtype.element_ty == tl.bfloat16:
+            # Such rows are what the ring would hold of them.
+            row = values_ptr.to(tl.pointer_type(tl.int16)) + given + i * apart
+            at = tl.where(own <= i, row, ring_row)
+            bits = tl.load(at + channel[None, :], mask=(own <= i) | there, other=0).to(tl.int32)
+        else:
+            bits = tl.load(ring_row + channel[None, :], mask=(own > i) & there, other=0).to(tl.int32)
+            x = tl.load(values_ptr + given + i * apart + channel[None, :], mask=own <= i, other=0)
+            bits |= raw_bits(x, T, NATIVE)
+        rows = rows + (bits_float(bits << 16),)
     return rows
 
 
@@ -218,8 +221,8 @@ def ranged_in_turns(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """What ``ranged`` does, of rows read twice, eight at a time -> (scales, offsets); words are stored at ``at``."""
-    low = raw_row(number, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE)
-    high = low
+    low = tl.full(channel.shape, float("inf"), tl.float32)[None, :]
+    high = -low
     for some in tl.range(P.tokens // 8, num_stages=1):
         rows = eight_rows(
             number + 8 * some, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
@@ -254,58 +257,94 @@ def eighths(x):
 
 
 @triton.jit
+def four_words(a, b, c, d):
+    """[1, n] -> [1, 4 n]: four words side by side."""
+    pairs = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(pairs, (1, 4 * a.shape[1]))
+
+
+@triton.jit
+def store_words(at, channel, words, COUNT: tl.constexpr):
+    """COUNT words of every channel [C], side by side in rows of so many, the first channel's from ``at`` on."""
+    if COUNT % 4:
+        for some in tl.static_range(COUNT):
+            tl.store(at + (channel * COUNT + some)[None, :], words[some])
+    else:
+        least, quarter = tl.min(channel, axis=0), tl.arange(0, 4 * channel.shape[0])
+        for some in tl.static_range(COUNT // 4):
+            four = four_words(words[4 * some], words[4 * some + 1], words[4 * some + 2], words[4 * some + 3])
+            place = (least + quarter // 4) * COUNT + 4 * some + quarter % 4
+            tl.store(at + place[None, :], four)
+
+
+@triton.jit
+def store_tokens(
+    rows, token, channel, unit, row, codes_ptr, scales_ptr, offsets_ptr, P: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Store rows [n, C] of the tokens [n] of a group as they are, or in codes over channels."""
+    C: tl.constexpr = channel.shape[0]
+    target, token = codes_at(unit, row, codes_ptr, P), token[:, None]
+    if P.plain != "":
+        place = token * P.dim + channel[None, :]
+        tl.store(target.to(tl.pointer_type(tl.int16)) + place, bf16_bits(rows, NATIVE).to(tl.int16))
+    else:
+        least = tl.min(channel, axis=0)
+        words, scale, offset = ranged(eighths(rows), 8, P.width // 8, P, NATIVE)
+        word = token * (P.dim // 8) + least // 8 + tl.arange(0, C // 8)[None, :]
+        tl.store(target.to(tl.pointer_type(tl.int32)) + word, words[0])
+        of_group = token * (P.dim // P.width) + least // P.width + tl.arange(0, C // P.width)[None, :]
+        scales, offsets = scales_at(unit, row, scales_ptr, offsets_ptr, P)
+        tl.store(scales.to(tl.pointer_type(tl.int16)) + of_group, scale.to(tl.int16))
+        tl.store(offsets.to(tl.pointer_type(tl.int16)) + of_group, offset.to(tl.int16))
+
+
+@triton.jit
 def close_group(
     request, group, head, channel, first, start, slot, stored, values_ptr, table_ptr, table_columns, tail_ptr,
     codes_ptr, scales_ptr, offsets_ptr, P: tl.constexpr, T: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Code channels [C] of one group of a request and head: from the ring before ``start``, then the step's rows."""
-    C: tl.constexpr = channel.shape[0]
     column = group // P.rows
     there = (group >= 0) & (column < table_columns) & ((group + 1) * P.tokens > stored)
     unit = tl.load(table_ptr + request.to(tl.int64) * table_columns + column, mask=there, other=-1)
     row = group % P.rows * P.heads + head
     number = group * P.tokens
-    tokens: tl.constexpr = P.tokens
     words_of: tl.constexpr = P.tokens // 8
-    # All loads are under way before the unit is known.
+    over: tl.constexpr = P.over and P.plain == ""
+    token = tl.arange(0, min(P.tokens, HELD))
+    # All loads are under way before the unit is known, where a thread can hold what they bring.
     rows = ()
-    if P.over and P.plain == "":
-        if P.tokens <= HELD:
+    if P.tokens <= HELD:
+        if over:
             # A thread has all tokens of its channels: nothing is exchanged.
-            for i in tl.static_range(tokens):
-                one = number + i
-                rows = rows + (raw_row(one, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
-    else:
-        every = number + tl.arange(0, P.tokens)
-        rows = rows + (raw_values(every, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
+            for some in tl.static_range(words_of):
+                rows = rows + eight_rows(
+                    number + 8 * some, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
+                )  # fmt: skip
+        else:
+            every = number + token
+            rows = rows + (raw_values(every, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
     if unit >= 0:
-        target = codes_at(unit, row, codes_ptr, P)
-        least = tl.min(channel, axis=0)
-        token = tl.arange(0, P.tokens)[:, None]
-        if P.plain != "":
-            place = token * P.dim + channel[None, :]
-            tl.store(target.to(tl.pointer_type(tl.int16)) + place, bf16_bits(rows[0], NATIVE).to(tl.int16))
-        elif P.over:
-            at = target.to(tl.pointer_type(tl.int32)) + channel[None, :] * (P.tokens // 8)
+        if over:
+            at = codes_at(unit, row, codes_ptr, P).to(tl.pointer_type(tl.int32))
             if P.tokens <= HELD:
                 words, scale, offset = ranged(rows, P.tokens, 1, P, NATIVE)
-                for some in tl.static_range(words_of):
-                    tl.store(at + some, words[some])
+                store_words(at, channel, words, words_of)
             else:
+                at += channel[None, :] * words_of
                 scale, offset = ranged_in_turns(
                     at, number, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
                 )
             scales, offsets = scales_at(unit, row, scales_ptr, offsets_ptr, P)
             tl.store(scales.to(tl.pointer_type(tl.int16)) + channel[None, :], scale.to(tl.int16))
             tl.store(offsets.to(tl.pointer_type(tl.int16)) + channel[None, :], offset.to(tl.int16))
+        elif P.tokens <= HELD:
+            store_tokens(rows[0], token, channel, unit, row, codes_ptr, scales_ptr, offsets_ptr, P, NATIVE)
         else:
-            words, scale, offset = ranged(eighths(rows[0]), 8, P.width // 8, P, NATIVE)
-            word = token * (P.dim // 8) + least // 8 + tl.arange(0, C // 8)[None, :]
-            tl.store(target.to(tl.pointer_type(tl.int32)) + word, words[0])
-            of_group = token * (P.dim // P.width) + least // P.width + tl.arange(0, C // P.width)[None, :]
-            scales, offsets = scales_at(unit, row, scales_ptr, offsets_ptr, P)
-            tl.store(scales.to(tl.pointer_type(tl.int16)) + of_group, scale.to(tl.int16))
-            tl.store(offsets.to(tl.pointer_type(tl.int16)) + of_group, offset.to(tl.int16))
+            for some in tl.range(0, P.tokens, HELD, num_stages=1):
+                every = number + some + token
+                x = raw_values(every, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE)
+                store_tokens(x, some + token, channel, unit, row, codes_ptr, scales_ptr, offsets_ptr, P, NATIVE)
 
 
 @triton.jit

@@ -21,6 +21,8 @@ START = 4
 MOST_SPLITS = 128
 PIECE, APPEND_WARPS = 128, 4
 """Channels of a program that appends, and its warps: many, since the few programs that code a group are waited for."""
+APPEND_REGISTERS = 64
+"""Of its threads, so that a step in which 64 requests close a group each has all programs on an H200 at once."""
 CLOSE_WARPS = 2
 """Of a program that codes a group of a long step."""
 
@@ -147,7 +149,8 @@ def pieces_of(record: GroupsRecord) -> int:
 def _append(keys: int, values: int, key_tail: int, tail: int, pieces: int, ahead: bool, native: bool) -> Kernel:
     constants = _parts(keys, values, key_tail, tail) | {"PIECES": pieces, "NATIVE": native}
     writes = *CODED, "key_tail", "tail"
-    return Kernel(append_groups.append_groups_kernel, constants, APPEND_WARPS, writes=writes, ahead=ahead)
+    registers = {"maxnreg": APPEND_REGISTERS} if native else {}
+    return Kernel(append_groups.append_groups_kernel, constants, APPEND_WARPS, writes=writes, ahead=ahead, **registers)
 
 
 @cache
