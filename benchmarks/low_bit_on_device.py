@@ -19,8 +19,8 @@ import triton
 
 from kvcore import environment
 from kvcore.bench import kv
-from kvcore.bench.timing import graph
-from kvcore.bench.workloads import Workload
+from kvcore.bench.timing import copy_time, graph
+from kvcore.bench.workloads import Workload, rotating
 
 SHAPES = ((16, 32768), (64, 32768))
 """(requests, tokens of each)."""
@@ -63,6 +63,11 @@ def timed(make: Callable[[], Workload], repeats: int) -> dict[str, Any]:
     return row
 
 
+def copied(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the time of a plain copy of as many bytes, below which nothing comes."""
+    return {**row, "copy_us": round(copy_time(row["nbytes"], rotating(row["nbytes"])), 2)}
+
+
 def beside(row: dict[str, Any], peer: dict[str, Any], goal: float) -> dict[str, Any]:
     """A row with its part of the peer's time, and the goal."""
     return {**row, "peer": peer["name"], "part": round(row["us"] / peer["us"], 3), "goal": goal}
@@ -73,8 +78,8 @@ def measure(device: str, repeats: int) -> Iterator[dict[str, Any]]:
     first, *others = (
         lambda a=each: kv.append(device, a[0], REQUESTS, a[2], values=a[1], spread=a[3]) for each in APPENDS
     )
-    yield (peer := timed(first, 30))
-    yield from (beside(timed(make, 30), peer, APPEND) for make in others)
+    yield (peer := copied(timed(first, 30)))
+    yield from (beside(copied(timed(make, 30)), peer, APPEND) for make in others)
     for count, tokens in SHAPES:
         yield (peer := timed(lambda a=(count, tokens): kv.dense_copy(device, "SDPA", *a), repeats))
         for keys, values, goal in FORMATS:
@@ -85,7 +90,8 @@ def measure(device: str, repeats: int) -> Iterator[dict[str, Any]]:
 def said(row: dict[str, Any]) -> str:
     """A row as a line."""
     part = f"{row['part']:6.3f} (goal {row['goal']:.2f})" if "part" in row else ""
-    return f"{row['name']:56s} {row['us']:9.1f} us {row['nbytes'] / row['us'] / 1e6:5.2f} TB/s {part}"
+    copy = f" {row['copy_us']:.2f} us of a copy" if "copy_us" in row else ""
+    return f"{row['name']:56s} {row['us']:9.2f} us {row['nbytes'] / row['us'] / 1e6:5.2f} TB/s {part}{copy}"
 
 
 def main() -> None:

@@ -67,10 +67,16 @@ def attend(
 
 
 def append(device: str, format: str, count: int, start: int, *, values: str | None = None, spread: int = 1) -> Workload:
-    """One token of each of ``count`` requests, at position ``start``, or at ``spread`` of them from there on."""
+    """One token of each of ``count`` requests, at position ``start``, or at ``spread`` of them from there on.
+
+    A token is read and written; one that closes a group is read with those that wait for it, and codes are written.
+    """
     kv = KV(key_heads=KEY_HEADS, key_dim=DIM, key_format=format, value_format=values)
     rows = [StepRequest(slot=n, start=start + n % spread, new=1, blocks=[n], stored=0) for n in range(count)]
-    nbytes = 2 * 2 * 2 * count * KEY_HEADS * DIM
+    token, group = 2 * 2 * KEY_HEADS * DIM, kv.tokens_per_row
+    closing = sum((row.start + 1) % group == 0 for row in rows) if group > 1 else 0
+    codes = sum(part.heads * part.format.row for part in kv.parts)
+    nbytes = 2 * token * (count - closing) + closing * (group * token + codes)
     setting = Setting(LayerSpec(kv=kv), rows, count, rotating(nbytes), device)
     fill(setting)
     k, v = setting.random(count, KEY_HEADS, DIM), setting.random(count, KEY_HEADS, DIM)

@@ -117,6 +117,19 @@ def test_kernels_that_are_launched_ahead_wait_before_they_touch_memory():
         assert 0 <= text.find("griddepcontrol.launch_dependents") < text.find("griddepcontrol.wait") < first, kernel
 
 
+def test_clamping_and_clearing_cost_an_instruction_each():
+    window = row_record(regions("v4_584", "packed")["window"])[0]
+    rows, warps = tile(window, 65536)
+    text = compiled(append.append_kernel, 90, {"R": window, "ROWS": rows, "NATIVE": True, **ALONE}, warps=warps).asm[
+        "ptx"
+    ]
+    each = rows * window.tiles * window.width // (32 * warps)
+    assert len(re.findall(r"min\.xorsign\.abs\.f32", text)) == each
+    assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", text)) == each // 2
+    assert len(re.findall(r"and\.b32 (%r\d+), \1, %r\d+", text)) == each // 4
+    assert not re.findall(r"max\.f32", text)
+
+
 @pytest.mark.parametrize("name", PER_HEAD)
 def test_rows_of_several_heads_are_moved_on_their_own_alignment(name):
     # Heads of 64 channels and their scale are 68 bytes: every second row lies off what 8 bytes at once would need.

@@ -2,12 +2,13 @@
 
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
-from kvcore.kernels.triton import chunks, words
+from kvcore.kernels.triton import chunks, rows, words
 from kvcore.spec.codes import E2M1_LEVELS, NF4_LEVELS
 
 NF4 = np.array(NF4_LEVELS, np.float32)
@@ -40,6 +41,23 @@ def subtracted(a, b):
     return int((first - second).view(np.uint32)[0])
 
 
+def number(bits):
+    """The fp32 number of a register."""
+    return np.uint32(bits).view(np.float32)
+
+
+def e4m3_pair(high, low):
+    """PTX ``cvt.rn.satfinite.e4m3x2.f32``."""
+    found = np.array([number(low), number(high)])
+    codes = np.clip(found, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return int(codes.view(np.uint16)[0])
+
+
+def bf16_pair(high, low):
+    """PTX ``cvt.rn.bf16x2.f32``."""
+    return int(np.array([number(low), number(high)]).astype(ml_dtypes.bfloat16).view(np.uint32)[0])
+
+
 OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
@@ -51,12 +69,16 @@ OPERATIONS = {
     "lop3.b32": lambda a, b, c, table: (a & b) | c if table == 0xEA else None,
     "prmt.b32": permuted,
     "fma.rn.bf16x2": multiplied,
+    "cvt.rn.satfinite.e4m3x2.f32": e4m3_pair,
+    "cvt.rn.bf16x2.f32": bf16_pair,
+    "pair.b32": lambda low, high: low | high << 16,
 }
 
 
 def registers(assembly, *inputs, first):
     """All registers after the assembly, inputs in $first and on; unpacking moves are left out."""
     state = {f"${first + n}": value for n, value in enumerate(inputs)}
+    assembly = re.sub(r"mov\.b32 (\S+), \{(\w+, \w+)\}", r"pair.b32 \1, \2", assembly)
     for line in re.split(r"[;\n{]", assembly):
         operation, _, operands = line.strip().partition(" ")
         names = [name.strip() for name in operands.split(",")]
@@ -108,3 +130,27 @@ def test_int8_codes_of_two_words_are_taken_apart(start):
     codes = np.clip(np.arange(start, start + 8), -127, 127).reshape(2, 4)
     found = registers(words.INT8.value, *(packed(row.tolist(), 8) for row in codes), first=4)
     assert [halves(found[f"${n}"]).tolist() for n in range(4)] == codes.T.tolist()
+
+
+def bits(numbers):
+    return [int(each) for each in np.array(numbers, np.float32).view(np.uint32)]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(1.0, -0.0, 240.0, -256.0), (448.0, -463.9, 0.001953125, 2.0**-10), (17.0, 19.0, -0.0029296875, np.nan)],
+    ids=["usual", "largest and least", "ties and NaN"],
+)
+def test_four_numbers_become_e4m3_codes_side_by_side(numbers):
+    want = np.clip(np.array(numbers, np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    for kept in ((0xFF,) * 4, (0xFF, 0, 0xFF, 0), (0,) * 4):
+        found = registers(rows.E4M3_BYTES.value, *bits(numbers), packed(kept, 8), first=1)
+        assert list(found["$0"].to_bytes(4, "little")) == (want & np.array(kept, np.uint8)).tolist()
+
+
+@pytest.mark.parametrize("numbers", [(1.00390625, -1.01171875), (3.4e38, -np.inf), (2.0**-140, -0.0)])
+def test_two_numbers_are_rounded_to_bf16(numbers):
+    found = registers(rows.ROUND_PAIRS.value, *bits(numbers), first=2)
+    with np.errstate(over="ignore"):
+        want = np.array(numbers, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert [found["$0"], found["$1"]] == bits(want)
