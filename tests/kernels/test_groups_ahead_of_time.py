@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 
 from kvcore.kernels.triton import append_groups, attend_codes, attend_groups
 from kvcore.kernels.triton.groups import groups_fit, groups_recorded
-from kvcore.kernels.triton.launches.kv_groups import APPEND_WARPS, CLOSE_WARPS, pieces_of
+from kvcore.kernels.triton.launches.kv_groups import APPEND_REGISTERS, APPEND_WARPS, CLOSE_WARPS, pieces_of
 from kvcore.kernels.triton.record import row_record
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
@@ -56,7 +56,8 @@ def test_other_kernels_of_groups_compile(keys, values, arch, record):
     more = {"LEFT": True, "GROUPS": 8, "HEADS": 16}
     check(record, case, attend_groups.attend_groups_kernel, arch, constants | more, shared=160 * 1024)
     of_append = {"PIECES": min(map(pieces_of, (constants["K"], constants["V"]))), "AHEAD": arch >= HOPPER}
-    check(record, case, append_groups.append_groups_kernel, arch, constants | of_append, warps=APPEND_WARPS)
+    few = {"warps": APPEND_WARPS, "registers": APPEND_REGISTERS if arch >= 89 and "32" in keys else None}
+    check(record, case, append_groups.append_groups_kernel, arch, constants | of_append, **few)
     check(record, case, append_groups.close_groups_kernel, arch, constants | {"REQUESTS": 64}, warps=CLOSE_WARPS)
 
 

@@ -183,12 +183,13 @@ def raw_values(
 
 @triton.jit
 def eight_rows(
-    number, channel, start, first, slot, head, values_ptr, tail_ptr, P: tl.constexpr, T: tl.constexpr,
-    NATIVE: tl.constexpr,
+    number, channel, start, first, slot, head, values_ptr, tail_ptr, RING: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The raw rows [1, c] of eight positions from ``number``, a multiple of eight, on, as of ``raw_values``.
 
-    Integers have no layout that a compiler looks for, and what is common to eight rows is computed once.
+    The first RING come from the ring. Integers have no layout that a compiler looks for, and what is common to eight
+    rows is computed once.
     """
     none = tl.zeros_like(channel)[None, :]
     given = ((first + number - start).to(tl.int64) * P.heads + head) * P.dim
@@ -202,7 +203,9 @@ def eight_rows(
             ring_row = ring_at(tl.maximum(slot, 0), number + i, head, tail_ptr, T)
         else:
             ring_row = ring + i * ring_apart
-        if values_ptr.dtype.element_ty == tl.bfloat16:
+        if i < RING:
+            bits = tl.load(ring_row + channel[None, :], mask=there, other=0).to(tl.int32)
+        elif values_ptr.dtype.element_ty == tl.bfloat16:
             # Such rows are what the ring would hold of them.
             row = values_ptr.to(tl.pointer_type(tl.int16)) + given + i * apart
             at = tl.where(own <= i, row, ring_row)
@@ -216,30 +219,76 @@ def eight_rows(
 
 
 @triton.jit
+def held_rows(
+    number, channel, start, first, slot, head, values_ptr, tail_ptr, COUNT: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The raw rows of COUNT positions. A step of a token has the last alone, and the others' places side by side."""
+    if start >= number + COUNT - 1:
+        rows = ()
+        for some in tl.static_range(COUNT // 8):
+            rows = rows + eight_rows(
+                number + 8 * some, channel, start, first, slot, head, values_ptr, tail_ptr, COUNT - 1 - 8 * some, P, T,
+                NATIVE,
+            )  # fmt: skip
+    else:
+        rows = ()
+        for some in tl.static_range(COUNT // 8):
+            rows = rows + eight_rows(
+                number + 8 * some, channel, start, first, slot, head, values_ptr, tail_ptr, 0, P, T, NATIVE
+            )  # fmt: skip
+    return rows
+
+
+@triton.jit
 def ranged_in_turns(
     at, number, channel, start, first, slot, head, values_ptr, tail_ptr, P: tl.constexpr, T: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """What ``ranged`` does, of rows read twice, eight at a time -> (scales, offsets); words are stored at ``at``."""
+    """What ``ranged`` does, of rows read twice, HELD at a time -> (scales, offsets); words are stored at ``at``."""
     low = tl.full(channel.shape, float("inf"), tl.float32)[None, :]
     high = -low
-    for some in tl.range(P.tokens // 8, num_stages=1):
-        rows = eight_rows(
-            number + 8 * some, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
+    for some in tl.range(0, P.tokens, HELD, num_stages=1):
+        rows = held_rows(
+            number + some, channel, start, first, slot, head, values_ptr, tail_ptr, HELD, P, T, NATIVE
         )  # fmt: skip
-        for i in tl.static_range(8):
+        for i in tl.static_range(HELD):
             low = tl.minimum(low, rows[i], propagate_nan=tl.PropagateNan.ALL)
             high = tl.maximum(high, rows[i], propagate_nan=tl.PropagateNan.ALL)
     least, most, finite, scale, step, unusual = ends_of(low, high, 1, P, NATIVE)
     inverse = 1.0 / step
-    for some in tl.range(P.tokens // 8, num_stages=1):
-        rows = eight_rows(
-            number + 8 * some, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
+    for some in tl.range(0, P.tokens, HELD, num_stages=1):
+        rows = held_rows(
+            number + some, channel, start, first, slot, head, values_ptr, tail_ptr, HELD, P, T, NATIVE
         )  # fmt: skip
         if unusual:
-            rows = usual(rows, least, most, 8, P)
-        tl.store(at + some, word_of(rows, 0, least, step, inverse, finite, NATIVE))
+            rows = usual(rows, least, most, HELD, P)
+        words = ()
+        for n in tl.static_range(HELD // 8):
+            words = words + (word_of(rows, n, least, step, inverse, finite, NATIVE),)
+        store_words(at + some // 8, channel, words, HELD // 8, P.tokens // 8)
     return tl.where(finite, scale, 0x7FC0), float_bits(least) >> 16
+
+
+@triton.jit
+def four_words(a, b, c, d):
+    """[1, n] -> [1, 4 n]: four words side by side."""
+    pairs = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(pairs, (1, 4 * a.shape[1]))
+
+
+@triton.jit
+def store_words(at, channel, words, COUNT: tl.constexpr, APART: tl.constexpr):
+    """COUNT words of every channel [C], side by side, channel 0's from ``at`` on, those of the next APART further."""
+    if COUNT % 4:
+        for some in tl.static_range(COUNT):
+            tl.store(at + (channel * APART + some)[None, :], words[some])
+    else:
+        least, quarter = tl.min(channel, axis=0), tl.arange(0, 4 * channel.shape[0])
+        for some in tl.static_range(COUNT // 4):
+            four = four_words(words[4 * some], words[4 * some + 1], words[4 * some + 2], words[4 * some + 3])
+            place = (least + quarter // 4) * APART + 4 * some + quarter % 4
+            tl.store(at + place[None, :], four)
 
 
 @triton.jit
@@ -254,27 +303,6 @@ def eighths(x):
     s1, s5 = tl.split(b)
     s3, s7 = tl.split(d)
     return s0, s1, s2, s3, s4, s5, s6, s7
-
-
-@triton.jit
-def four_words(a, b, c, d):
-    """[1, n] -> [1, 4 n]: four words side by side."""
-    pairs = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(pairs, (1, 4 * a.shape[1]))
-
-
-@triton.jit
-def store_words(at, channel, words, COUNT: tl.constexpr):
-    """COUNT words of every channel [C], side by side in rows of so many, the first channel's from ``at`` on."""
-    if COUNT % 4:
-        for some in tl.static_range(COUNT):
-            tl.store(at + (channel * COUNT + some)[None, :], words[some])
-    else:
-        least, quarter = tl.min(channel, axis=0), tl.arange(0, 4 * channel.shape[0])
-        for some in tl.static_range(COUNT // 4):
-            four = four_words(words[4 * some], words[4 * some + 1], words[4 * some + 2], words[4 * some + 3])
-            place = (least + quarter // 4) * COUNT + 4 * some + quarter % 4
-            tl.store(at + place[None, :], four)
 
 
 @triton.jit
@@ -313,25 +341,22 @@ def close_group(
     over: tl.constexpr = P.over and P.plain == ""
     token = tl.arange(0, min(P.tokens, HELD))
     # All loads are under way before the unit is known, where a thread can hold what they bring.
-    rows = ()
     if P.tokens <= HELD:
         if over:
             # A thread has all tokens of its channels: nothing is exchanged.
-            for some in tl.static_range(words_of):
-                rows = rows + eight_rows(
-                    number + 8 * some, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
-                )  # fmt: skip
+            rows = held_rows(
+                number, channel, start, first, slot, head, values_ptr, tail_ptr, P.tokens, P, T, NATIVE
+            )  # fmt: skip
         else:
             every = number + token
-            rows = rows + (raw_values(every, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE),)
+            x = raw_values(every, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE)
     if unit >= 0:
         if over:
             at = codes_at(unit, row, codes_ptr, P).to(tl.pointer_type(tl.int32))
             if P.tokens <= HELD:
                 words, scale, offset = ranged(rows, P.tokens, 1, P, NATIVE)
-                store_words(at, channel, words, words_of)
+                store_words(at, channel, words, words_of, words_of)
             else:
-                at += channel[None, :] * words_of
                 scale, offset = ranged_in_turns(
                     at, number, channel, start, first, slot, head, values_ptr, tail_ptr, P, T, NATIVE
                 )
@@ -339,7 +364,7 @@ def close_group(
             tl.store(scales.to(tl.pointer_type(tl.int16)) + channel[None, :], scale.to(tl.int16))
             tl.store(offsets.to(tl.pointer_type(tl.int16)) + channel[None, :], offset.to(tl.int16))
         elif P.tokens <= HELD:
-            store_tokens(rows[0], token, channel, unit, row, codes_ptr, scales_ptr, offsets_ptr, P, NATIVE)
+            store_tokens(x, token, channel, unit, row, codes_ptr, scales_ptr, offsets_ptr, P, NATIVE)
         else:
             for some in tl.range(0, P.tokens, HELD, num_stages=1):
                 every = number + some + token

@@ -149,7 +149,8 @@ def pieces_of(record: GroupsRecord) -> int:
 def _append(keys: int, values: int, key_tail: int, tail: int, pieces: int, ahead: bool, native: bool) -> Kernel:
     constants = _parts(keys, values, key_tail, tail) | {"PIECES": pieces, "NATIVE": native}
     writes = *CODED, "key_tail", "tail"
-    registers = {"maxnreg": APPEND_REGISTERS} if native else {}
+    few = native and GROUPS[keys].record.tokens <= append_groups.HELD.value
+    registers = {"maxnreg": APPEND_REGISTERS} if few else {}
     return Kernel(append_groups.append_groups_kernel, constants, APPEND_WARPS, writes=writes, ahead=ahead, **registers)
 
 
