@@ -36,6 +36,13 @@ def makers() -> dict[str, Callable[[], Any]]:
             found[f"store {name}, T = {count:,}"] = lambda f=name, n=count: workloads.store_keys(
                 "cuda", f, n, None, None
             )
+    import torch
+
+    for kind, ratio in (("CSA", 4), ("HCA", 128)):
+        for count in (8192, 65536):
+            row = f"{kind} prefill, bf16, {count:,} tokens"
+            given = ratio, kind == "CSA", count, torch.bfloat16, None, None
+            found[row] = lambda a=given: workloads.prefill("cuda", *a)
     return found
 
 

@@ -141,13 +141,13 @@ def largest_of(x, inside, R: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def clamped(x, LIMIT: tl.constexpr, NATIVE: tl.constexpr):
     """Numbers within ± LIMIT; of NaN anything."""
-    limit = tl.full(x.shape, LIMIT, tl.float32)
     if NATIVE:
+        limit = tl.full(x.shape, LIMIT, tl.float32)
         x = tl.inline_asm_elementwise(
             "min.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        x = tl.minimum(tl.maximum(x, -limit), limit)
+        x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
     return x
 
 
