@@ -123,9 +123,10 @@ def larger(a, b):
 @triton.jit
 def largest_of(x, inside, R: tl.constexpr, NATIVE: tl.constexpr):
     """Bits of the largest magnitude of each group [n, tiles]; of one that is not finite those of infinity, or above."""
-    if NATIVE and not R.hadamard:
-        # Instructions on fp32 numbers take signs off on the way, where the compiler does not do it in one of its own.
-        # Rotated rows have their groups' channels in all lanes, of which integers have a maximum in one instruction.
+    if NATIVE and x.shape[0] > 1 and not R.hadamard:
+        # Instructions on fp32 numbers take signs off on the way, which the compiler would do in some of their own. A
+        # program of one row lacks registers sooner, and rotated rows have a group's channels in all lanes, of which
+        # integers have a maximum in one instruction.
         x = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         if R.quant < R.tiles * R.width:
             x = tl.where(inside, x, 0.0)
