@@ -47,17 +47,16 @@ def makers() -> dict[str, Callable[[], Any]]:
 
 
 def serve() -> None:
-    """Time what each line of the input names, that many times; answer with µs, bytes, or what went wrong."""
+    """Time what each line of the input names, that many times; answer with µs and bytes.
+
+    Of the tree nothing is imported but its benchmark, as trees of long ago have it.
+    """
     import torch
 
-    from kvcore import environment
     from kvcore.bench.timing import graph
 
     rows, work = makers(), None
-    print(
-        json.dumps({"rows": [*rows], "commit": environment.commit(), "device": torch.cuda.get_device_name()}),
-        flush=True,
-    )
+    print(json.dumps({"rows": [*rows], "device": torch.cuda.get_device_name()}), flush=True)
     with torch.no_grad():
         for line in sys.stdin:
             name, repeats = json.loads(line)
@@ -73,6 +72,7 @@ class Tree:
     """The process of one tree."""
 
     def __init__(self, path: str) -> None:
+        self.path = path
         others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         own = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(path).resolve()), *filter(None, others)])}
         self.process = subprocess.Popen(
@@ -86,9 +86,12 @@ class Tree:
         self.process.stdin.write(json.dumps([name, repeats]) + "\n")
 
     def answer(self) -> Any:
-        """What it says next."""
+        """What it says next; what went wrong is on the screen."""
         assert self.process.stdout
-        return json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"the process of {self.path} ended")
+        return json.loads(line)
 
 
 def main() -> None:
