@@ -16,10 +16,7 @@ from tests.jax_pallas.tpu_cases import CHIPS as EVERY_CHIP
 from tests.jax_pallas.tpu_cases import KERNELS, STEPS
 from tests.support.samples import fewest
 
-NAMES = ("compile_tpu", "compile_tpu_coded", "compile_tpu_appends", "compile_tpu_mla", "compile_tpu_groups")
-RECORDS = [Path(__file__).parents[2] / "records" / f"{name}.json" for name in NAMES]
-"""The others are of what came or changed since: codes of four and eight bits, whole layers; appends; rows of MLA;
-keys over tokens."""
+RECORD = Path(__file__).parents[2] / "records" / "compile_tpu.json"
 CHIPS = ("v6e", "v5e", "v5p", "v7x")
 """Each compiles one case of each verb at least, the first a whole step."""
 
@@ -29,9 +26,7 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU c
 def sample() -> list[tuple[str, str]]:
     """(chip, case): every verb on every chip, every case on some; of cases that show as much what compiles soonest."""
     seconds = {
-        (one.how.split(",")[0].removeprefix("TPU "), one.check): one.seconds
-        for path in RECORDS
-        for one in parity.read(path).checks
+        (one.how.split(",")[0].removeprefix("TPU "), one.check): one.seconds for one in parity.read(RECORD).checks
     }
     points = sorted(product(CHIPS, KERNELS), key=lambda point: seconds.get(point, 0.0))
     found = fewest(points, lambda point: {point[1], (point[0], verb_of(point[1]))})
@@ -70,13 +65,12 @@ def test_a_kernel_that_copies_its_pool_is_caught() -> None:
 def test_the_committed_record_speaks_of_every_kernel_and_chip() -> None:
     """As parity reports: readable, mergeable, and on the rung of what was compiled and not run."""
     found: dict[str, set[str]] = {}
-    for path in RECORDS:
-        report = parity.merge({path.name: parity.read(path)})
-        assert report.agrees
-        for one in report.checks:
-            assert [name for name, _, fits in LADDER if fits(one.how)] == ["compiled"], one.how
-            found.setdefault(one.how.split(",")[0], set()).add(one.check)
-        assert all({"jax", "libtpu"} <= run.versions.keys() for run in report.runs)
+    report = parity.merge({RECORD.name: parity.read(RECORD)})
+    assert report.agrees
+    for one in report.checks:
+        assert [name for name, _, fits in LADDER if fits(one.how)] == ["compiled"], one.how
+        found.setdefault(one.how.split(",")[0], set()).add(one.check)
+    assert all({"jax", "libtpu"} <= run.versions.keys() for run in report.runs)
     assert found == {f"TPU {chip}": {*KERNELS, *STEPS} for chip in EVERY_CHIP}
 
 
