@@ -133,8 +133,8 @@ TRITON = {
             "an infinite group counts as finite",
         ),
         (
-            "    return code, tl.where(finite, stored, bad), finite\n",
-            "    return code, stored, finite\n",
+            "    return ratio, tl.where(finite, stored, bad), finite\n",
+            "    return ratio, stored, finite\n",
             "a faulty group's scale is not NaN",
         ),
         (
@@ -143,8 +143,8 @@ TRITON = {
             "nibbles are swapped",
         ),
         (
-            "        word = tl.where(finite[:, :, None], words(code, 4), 0)\n",
-            "        word = words(code, 4)\n",
+            "        word = tl.where(finite[:, :, None], words(code_of(ratio, R, NARROW, NATIVE), 4), 0)\n",
+            "        word = words(code_of(ratio, R, NARROW, NATIVE), 4)\n",
             "a faulty group keeps codes",
         ),
         (
@@ -168,7 +168,7 @@ TRITON = {
             "int8 codes are read without a sign",
         ),
         (
-            "    return round_bf16(x * (R.dim**-0.5), NATIVE)\n",
+            "    return round_pairs(x * (R.dim**-0.5), NATIVE)\n",
             "    return x * (R.dim**-0.5)\n",
             "rotated rows are not rounded to bf16",
         ),
