@@ -198,10 +198,11 @@ def code_of(ratio, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
 E4M3_BYTES = tl.constexpr(
     """{
     .reg .b16 low, high;
+    .reg .b32 word;
     cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
     cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-    mov.b32 $0, {low, high};
-    and.b32 $0, $0, $5;
+    mov.b32 word, {low, high};
+    and.b32 $0, word, $5;
 }"""
 )
 """Four numbers to e4m3 codes side by side in a word, of which a word of ones and zeros leaves some."""

@@ -26,7 +26,7 @@ ONE = gl.constexpr(2.0**-14)
 """What half of one is under the largest scale: products are added to their magnitudes, which counts them twice."""
 SPREAD = gl.constexpr("""{ .reg .b32 t, a, b, c, d; and.b32 t, $2, 0x77777777; prmt.b32 a, $3, $4, t;
     shr.b32 t, t, 16; prmt.b32 b, $3, $4, t; prmt.b32 c, a, b, 0x6420; prmt.b32 d, a, b, 0x7531;
-    shl.b32 t, $2, 4; lop3.b32 $0, t, 0x80808080, c, 0xEA; lop3.b32 $1, $2, 0x80808080, d, 0xEA; }""")
+    shl.b32 t, $2, 4; lop3.b32 $1, $2, 0x80808080, d, 0xEA; lop3.b32 $0, t, 0x80808080, c, 0xEA; }""")
 """Eight e2m1 codes, and e5m2 codes of magnitudes 0 to 3 and 4 to 7 -> e5m2 codes 0, 2, 4, 6 and 1, 3, 5, 7."""
 NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """Triton 3.6 has it by another name."""
