@@ -11,12 +11,13 @@ from kvcore.adoption.descriptor import Descriptor, IndexMap, check, region_plan
 from kvcore.adoption.given import GivenManager
 from kvcore.adoption.maps import Index, read_maps
 from kvcore.adoption.memory import device_of, framework, tensors_of
-from kvcore.adoption.pages import Held, Pages
+from kvcore.adoption.pages import Held, Pages, write
 from kvcore.adoption.regions import Slots, foreign_plan, foreign_pools
 from kvcore.adoption.tables import describe as described
 from kvcore.arrays import to_numpy
 from kvcore.cache.cache import Cache
 from kvcore.cache.reuse import PrefixCache
+from kvcore.cache.state import verb
 from kvcore.counts import as_count, check_count
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import Backend, Ops
@@ -232,6 +233,22 @@ class AdoptedCache(Cache):
         more = self._blocks(blocks)
         tables = self._manager.pages.read_tables(pages or {})
         self.exclusive("give", lambda state: self._manager.give(state.manager.check(request), more, tables))
+
+    @verb("truncate")
+    def truncate(self, request: Request, length: int) -> None:
+        """As ``Cache.truncate``; rings that the owner shifts along go back with it.
+
+        Raises:
+            OutOfBlocks: a map has no place of such a ring any more. ShapeError: a place that cannot be.
+            BackendError: nobody writes into the memory.
+        """
+        manager = self._manager
+        was = manager.place(request).length
+        rows = manager.pages.behind(self._state, request, manager.shorter(request, length), was)
+        if rows:
+            manager.check_writable("truncate")
+        write(rows)
+        self._state.poison([], manager.truncate(request, length))
 
     def compare(self, request: Request, read: Callable[[int, str, int, int], Any], *, role: str | None = None) -> None:
         """Hold what is read here against what the owner reads: a wrong layout of the right shape shows in nothing else.

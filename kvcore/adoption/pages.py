@@ -8,7 +8,7 @@ window has.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,6 +95,12 @@ class Paged(NamedTuple):
         inside = rows - length + at if self.shifted else inside
         return np.where(known, found // page * rows + inside, -1)
 
+    @property
+    def reuses(self) -> bool:
+        """Whether a later row takes the place of an earlier one; there is room for those that a rollback needs."""
+        of = None if self.index is None else self.index.said
+        return of is not None and (of.of == "slot" or self.rows < of.page)
+
     def read(self, places: Numbers) -> np.ndarray[Any, Any]:
         """Canonical rows [n, row_bytes]."""
         found = np.zeros((len(places), self.row_bytes), np.uint8)
@@ -122,6 +128,14 @@ class Paged(NamedTuple):
 
     def _split(self, places: Numbers) -> tuple[list[int], list[int]]:
         return (places // self.rows).tolist(), (places % self.rows).tolist()
+
+
+class Rows(NamedTuple):
+    """Canonical rows of a component, and the places that they go to."""
+
+    kind: Paged
+    places: Numbers
+    rows: np.ndarray[Any, Any]
 
 
 def numbers_of(index: Index, held: Held, positions: Numbers) -> Numbers:
@@ -272,16 +286,7 @@ class Pages:
             if not needed or (index.said.name, needed) in seen:
                 continue
             seen.add((index.said.name, needed))
-            numbers = numbers_of(index, held, np.array(needed, np.int64))
-            places = index.places(numbers)
-            if places.min() < 0:
-                raise OutOfBlocks(
-                    got=f"no place of {index.what} {numbers[places < 0][0]} in map {index.said.name!r}",
-                    where=where,
-                    allowed=f"places of layers[{layer}].{role} for tokens {needed.start} to {needed.stop}",
-                    hint="The engine gives places out, and says so in the map, before tokens are written or read.",
-                )
-            index.check(numbers, places)
+            _check_mapped(index, held, np.array(needed, np.int64), where, f"layers[{layer}].{role}")
 
     def check_alone(self, request: Request, start: int, length: int) -> None:
         """Refuse to write into pages that another request has in its tables; of maps that is known.
@@ -312,24 +317,68 @@ class Pages:
             found[key] = HostRows(kind.read(places), list(live))
         return found
 
-    def follow(self, state: Any, request: Request, place: Any, start: int) -> None:
-        """Copy a request's rows from ``start`` on out of its rings into its pages."""
-        if self.coming is not None or not self.kinds or place.length <= start:
-            return
-        row = state.row_of(place)
+    def follow(self, state: Any, moved: Iterable[tuple[Request, Any, int]]) -> None:
+        """Copy rows of (request, place, its length before) out of rings into pages: of all requests, or of none."""
+        write([rows for request, place, was in moved for rows in self.behind(state, request, place, was)])
+
+    def behind(self, state: Any, request: Request, place: Any, was: int) -> list[Rows]:
+        """What the owner's memory lacks of a request that had ``was`` tokens: new rows, and all that are shifted along.
+
+        Raises:
+            OutOfBlocks: a shorter request has no place of them any more. ShapeError: what a map says cannot be.
+        """
+        length, back = place.length, was > place.length
+        kinds = {key: kind for key, kind in self.kinds.items() if kind.shifted or not back}
+        if self.coming is not None or not kinds or length == was:
+            return []
         # A rollback goes back no further in rings.
-        floor = max(start, place.floor, place.length - state.plan.max_draft_tokens)
-        content = read_rows(state.ops, state.pools, row, floor, growth="slot")
+        floor = length if back else max(was, place.floor, length - state.plan.max_draft_tokens)
+        content = read_rows(state.ops, state.pools, state.row_of(place), floor, growth="slot") if length else {}
         held = self.held(request, state.manager.numbers_given(request), place.slot)
-        for key, kind in self.kinds.items():
-            rows, positions = content[key]
-            at = np.array(positions, np.int64)
-            first = start
+        found: list[Rows] = []
+        for key, kind in kinds.items():
+            rows, positions = content.get(key) or HostRows(np.zeros((0, kind.row_bytes), np.uint8), ())
+            at, first = np.array(positions, np.int64), was
             if kind.shifted:
-                # All of them move on. Before the first token there are zeros.
-                first, missing = place.length - kind.rows, range(min(0, place.length - kind.rows), 0)
+                # All of them move. Before the first token there are zeros.
+                first, missing = length - kind.rows, range(min(0, length - kind.rows), 0)
                 at = np.concatenate([np.array(missing, np.int64), at])
                 rows = np.concatenate([np.zeros((len(missing), kind.row_bytes), np.uint8), rows])
-            places = kind.places(held.tables.get(key, ()), held, at.tolist(), place.length)
-            kept = (places >= 0) & (at >= first)
-            kind.write(places[kept], rows[kept])
+            rows, at = rows[at >= first], at[at >= first]
+            if back and kind.index is not None:
+                _check_mapped(kind.index, held, at, "truncate", "layers[{}].{}".format(*key))
+            places = kind.places(held.tables.get(key, ()), held, at.tolist(), length)
+            there = places >= 0
+            if there.any():
+                found.append(Rows(kind, places[there], rows[there]))
+        return found
+
+
+def write(copies: Sequence[Rows]) -> None:
+    """Write all of them, or none: rows that may be needed are put back."""
+    before = [one._replace(rows=one.kind.read(one.places)) for one in copies if one.kind.reuses]
+    try:
+        for one in copies:
+            one.kind.write(one.places, one.rows)
+    except BaseException:
+        for one in before:
+            one.kind.write(one.places, one.rows)
+        raise
+
+
+def _check_mapped(index: Index, held: Held, positions: Numbers, where: str, what: str) -> None:
+    """Refuse positions whose rows have no place in a map, or one that cannot be.
+
+    Raises:
+        OutOfBlocks: naming the first. ShapeError: as ``Index.check``.
+    """
+    numbers = numbers_of(index, held, positions)
+    places = index.places(numbers)
+    if places.min() < 0:
+        raise OutOfBlocks(
+            got=f"no place of {index.what} {numbers[places < 0][0]} in map {index.said.name!r}",
+            where=where,
+            allowed=f"places of {what} for tokens {max(positions[0], 0)} to {positions[-1] + 1}",
+            hint="The engine gives places out, and says so in the map, before tokens are written or read.",
+        )
+    index.check(numbers, places)

@@ -104,8 +104,9 @@ class CacheState:
         under_way: the verb that is under way, or that did not get to its end.
         filling: the live, empty request that it fills.
         canary: what looks after the rows, of a plan with check words; else None.
-        follow: what copies a request's rows from a position on to where somebody else finds them: called with the
-            state, the request and its new place once the rows are stored, before the request has them; None: nobody.
+        follow: what copies requests' rows to where somebody else finds them, of all of them or of none: called with the
+            state, and each request, its new place and its length so far, once the rows are stored, before the requests
+            have them; None: nobody.
         has_far: whether a request has or had entries in the host's memory; see ``kvcore.cache.far``.
         passed: calls of layers' verbs whose arguments passed as they are, by all that is checked of them.
         is_asked: whether somebody outside was given the index of the step that was opened last.
@@ -140,7 +141,7 @@ class CacheState:
         self.under_way = ""
         self.filling: Request | None = None
         self.canary: Canary | None = Canary(plan, ops, self.manager, self.pools) if plan.canary else None
-        self.follow: Callable[[CacheState, Request, RequestState, int], None] | None = None
+        self.follow: Callable[[CacheState, Sequence[tuple[Request, RequestState, int]]], None] | None = None
         self.has_far = False
         self.passed: set[Any] = set()
         known = {} if check or self.traced is not None else getattr(ops, "known", {})
@@ -321,7 +322,7 @@ class CacheState:
                     self.pools = self.canary.seal(self.pools, row)
                 self.prefix.extend(place)
                 if self.follow is not None:
-                    self.follow(self, request, place, 0)
+                    self.follow(self, [(request, place, 0)])
             except BaseException:
                 if into is None:
                     self.free(place)

@@ -412,9 +412,8 @@ class StepState:
                 self.sealed = True
                 cache.pools = cache.canary.ended(cache.pools, *self._looked_at, self._numbers)
             if cache.follow is not None:
-                for request, start in zip(self._opening.requests, self._opening.starts, strict=True):
-                    if request in places:
-                        cache.follow(cache, request, places[request], start)
+                starts = zip(self._opening.requests, self._opening.starts, strict=True)
+                cache.follow(cache, [(one, places[one], start) for one, start in starts if one in places])
         except BaseException:
             self.roll_back()
             raise

@@ -153,14 +153,19 @@ def unified_from(pool: Any, allocator: Any, spec: CacheSpec | None = None) -> Ma
         spec: ``spec_from(pool, window=...)``; None where the pool says all of it.
 
     Raises:
-        SpecError: another pool, or slots that several ranks share.
+        SpecError: another pool or allocator, or slots that several ranks share.
     """
     kind = type(pool).__name__
-    spec = spec_from(pool) if spec is None else spec
+    if kind not in UNIFIED and kind != "UnifiedSWAKVPool":
+        raise SpecError(got=kind, where="unified_from", allowed=", ".join((*UNIFIED, "UnifiedSWAKVPool")))
+    page = pool.page_size
     if kind == "UnifiedSWAKVPool":
-        both = allocator.full_attn_allocator, allocator.swa_attn_allocator
-        full, sliding = (_table(one, pool.page_size) for one in both)
-        page = pool.page_size
+        both: list[Any] = [getattr(allocator, name, None) for name in ("full_attn_allocator", "swa_attn_allocator")]
+        if None in both:
+            allowed = f"the UnifiedSWATokenToKVPoolAllocator of a {kind}"
+            raise _no_allocator(allocator, "unified_from", allowed)
+        full, sliding = (_table(one, page, "unified_from") for one in both)
+        spec = spec_from(pool) if spec is None else spec
         said = [
             IndexMap(name=PAGES, of="block", count=len(full), first=both[0].min_page_index),
             IndexMap(
@@ -174,9 +179,8 @@ def unified_from(pool: Any, allocator: Any, spec: CacheSpec | None = None) -> Ma
         ]
         tensors, layout = _of_heads(pool)
         return Mapped(tensors, describe(spec, tensors, layout, maps=said), {PAGES: full, WINDOWS: sliding})
-    if kind not in UNIFIED:
-        raise SpecError(got=kind, where="unified_from", allowed=", ".join((*UNIFIED, "UnifiedSWAKVPool")))
-    table = _table(allocator, pool.page_size)
+    table = _table(allocator, page, "unified_from")
+    spec = spec_from(pool) if spec is None else spec
     role, attributes, name = UNIFIED[kind]
     lists = [list(getattr(pool, attribute)) for attribute in attributes]
     said = [IndexMap(name=PAGES, of="block", count=len(table), first=allocator.min_page_index)]
@@ -196,12 +200,12 @@ def hybrid_from(pool: Any, requests: Any, allocator: Any = None) -> Mapped:
         allocator: of the full layers in the unified memory pool.
 
     Raises:
-        SpecError: another pool, or states with more beside them.
+        SpecError: another pool or allocator, or states with more beside them.
     """
-    kind, states = type(pool).__name__, pool.mamba_pool.mamba_cache
+    kind = type(pool).__name__
     if kind not in ("HybridLinearKVPool", "UnifiedHybridLinearKVPool"):
         raise SpecError(got=kind, where="hybrid_from", allowed="HybridLinearKVPool, UnifiedHybridLinearKVPool")
-    spec, full = spec_from(pool), pool.full_kv_pool
+    spec, full, states = spec_from(pool), pool.full_kv_pool, pool.mamba_pool.mamba_cache
     unified = kind.startswith("Unified")
     table = requests.mamba_v2p_table if unified else requests.req_index_to_mamba_index_mapping
     # Slot 0 is nobody's.
@@ -209,7 +213,7 @@ def hybrid_from(pool: Any, requests: Any, allocator: Any = None) -> Mapped:
     maps = {STATES: table}
     words = ""
     if unified:
-        maps[PAGES] = _table(allocator, full.page_size)
+        maps[PAGES] = _table(allocator, full.page_size, "hybrid_from")
         said.append(IndexMap(name=PAGES, of="block", count=len(maps[PAGES]), first=allocator.min_page_index))
         words = f"blocks {PAGES} "
     by_heads = hasattr(full, "k_buffer")
@@ -234,16 +238,23 @@ def hybrid_from(pool: Any, requests: Any, allocator: Any = None) -> Mapped:
     return Mapped(tensors, describe(spec, tensors, layout, maps=said), maps)
 
 
-def _table(allocator: Any, page: int) -> Any:
+def _table(allocator: Any, page: int, where: str) -> Any:
     """An allocator's table of pages to where they lie.
 
     Raises:
-        SpecError: its pages are of other slots than the pool's.
+        SpecError: it has none, or its pages are of other slots than the pool's.
     """
+    if not hasattr(allocator, "virtual_to_physical"):
+        raise _no_allocator(allocator, where, "the MultiEndedAllocator of the pool's keys and values, or latent rows")
     if allocator.page_size != page:
         got = f"pages of {allocator.page_size} tokens in {page} slots"
-        raise SpecError(got=got, where="unified_from", allowed="a slot for every token: each rank has all of them")
+        raise SpecError(got=got, where=where, allowed="a slot for every token: each rank has all of them")
     return allocator.virtual_to_physical
+
+
+def _no_allocator(allocator: Any, where: str, allowed: str) -> SpecError:
+    got = "no allocator" if allocator is None else type(allocator).__name__
+    return SpecError(got=got, where=f"{where}: allocator", allowed=allowed)
 
 
 def _of_codes(pool: Any) -> tuple[list[Any], Descriptor]:

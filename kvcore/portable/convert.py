@@ -71,11 +71,10 @@ def with_formats(spec: CacheSpec, formats: Mapping[str, str]) -> CacheSpec:
                 wanted.setdefault("value_format", component.value_format or component.key_format)
             if wanted and isinstance(getattr(component, "scales", None), tuple):
                 sides = (wanted.get("key_format", component.key_format), wanted.get("value_format"))
-                kept = [
+                wanted["scales"] = tuple(
                     scale if FORMATS[side or sides[0]].global_scaled else 1.0
                     for scale, side in zip(component.scales, sides, strict=True)
-                ]
-                wanted["scales"] = msgspec.UNSET if kept == [1, 1] else tuple(kept)
+                )
             if wanted:
                 found[role] = msgspec.structs.replace(component, **wanted)
                 left.difference_update(fields)

@@ -396,7 +396,15 @@ class Manager:
         self._places = {**self._places, **places}
 
     def truncate(self, request: Request, length: int) -> list[int]:
-        """Shorten a request: exact for every component, or refused. Returns the blocks that became free.
+        """Shorten a request, or refuse as ``shorter`` does. Returns the blocks that became free."""
+        held, place = self._places[request].blocks, self.shorter(request, length)
+        self._places[request] = place
+        if place.tokens is not None:
+            del place.tokens[place.length :]
+        return self.blocks.drop(held[len(place.blocks) :][::-1])
+
+    def shorter(self, request: Request, length: int) -> RequestState:
+        """The place of a request as ``truncate`` leaves it, exact for every component; nothing is changed.
 
         Raises:
             RollbackError: ``length`` is not between 0 and the request's length, or rings have overwritten rows that the
@@ -425,8 +433,7 @@ class Manager:
         if length == place.length:
             # In the middle of a replay, which goes on, the ids up to ``stored`` are still needed.
             place.prompt = place.prompt[: max(length, place.stored)]
-            self._places[request] = place
-            return []
+            return place
         place.prompt = place.prompt[:length]
         place.length = length
         place.stored, place.given = min(place.stored, length), min(place.given, length)
@@ -435,10 +442,7 @@ class Manager:
         place.keys = place.keys[: length // self.plan.block_tokens]
         place.states = tuple(kept for kept in place.states if kept <= length)
         place.far = None if place.far is None else place.far.until(length)
-        self._places[request] = place
-        if place.tokens is not None:
-            del place.tokens[length:]
-        return self.blocks.drop(held[len(place.blocks) :][::-1])
+        return place
 
     def deepest_truncation(self, request: Request) -> int:
         """Smallest length that ``truncate`` accepts.

@@ -9,6 +9,7 @@ number of draft tokens that a rollback may undo.
 """
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, Literal
 
 import msgspec
@@ -209,9 +210,12 @@ def check_positive(component: Component, *names: str, least: int = 1) -> None:
 
 def is_scale(value: object) -> bool:
     """True for a positive normal number of fp32, so that a product with it loses no bits to subnormals."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
-    return 2.0**-126 <= value <= CODES["fp32"].largest
+    try:
+        return 2.0**-126 <= float(value) <= CODES["fp32"].largest
+    except OverflowError:
+        return False
 
 
 def row_format(

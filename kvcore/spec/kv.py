@@ -73,7 +73,8 @@ class KV(Component, frozen=True, kw_only=True):
         if any(scale != 1 and not takes for scale, takes in zip((key, value), scaled, strict=True)):
             allowed = "1 for rows of a format without a global scale"
             raise SpecError(got=self.scales, where="scales", allowed=allowed)
-        msgspec.structs.force_setattr(self, "scales", (key, value))
+        # Without any they are 1: equal specs are equal however they say it.
+        msgspec.structs.force_setattr(self, "scales", msgspec.UNSET if (key, value) == (1, 1) else (key, value))
 
     def _check_over_tokens(self, format: Format, dim: int, format_at: str, dim_at: str) -> None:
         if self.ratio == 1:

@@ -98,6 +98,10 @@ def test_a_request_goes_on_where_the_map_says(kind):
         stories.tell(one, {who: TOKENS[29:31]})
         stories.fail(one, {who: TOKENS[31:35]})
         one.truncate(who, 30)
+    # There is room for what the shorter one needs.
+    shorter = engine.adopt()
+    assert shorter.digest([shorter.admit(blocks=[4, 1, 6, 2, 5], length=30)]) == own.digest([first])
+    for one, who in ((cache, request), (own, first)):
         stories.tell(one, {who: TOKENS[30:37]})
     assert cache.digest([request]) == own.digest([first])
     # It is all there for whoever knows the descriptor and the map alone.

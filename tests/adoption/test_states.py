@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import kvcore
-from kvcore.adoption import IndexMap, describe, from_json, to_json
-from kvcore.errors import ShapeError, SpecError
+from kvcore.adoption import IndexMap, describe, from_json, pages, to_json
+from kvcore.errors import OutOfBlocks, ShapeError, SpecError
 from kvcore.spec import KV, CacheSpec, Conv, LayerSpec, State
 
 SPEC = CacheSpec(
@@ -125,9 +125,9 @@ SLOT = IndexMap(name="slot", of="slot", count=SLOTS, first=1)
 SHIFTED = {**LAYOUT, "state": "rings slot NL_X_NB_BS_NH_HS", "conv": "rings slot NL_X_NB_HS_BS"}
 
 
-def shifting(kind):
+def shifting(kind, drafts=0):
     """(tensors, map, descriptor) of an engine whose convolutions shift their inputs along, channel by channel."""
-    states, _, rows = memory(kind, 0)
+    states, _, rows = memory(kind, drafts)
     inputs = np.full((SLOTS + 1, 5, 3), np.nan, ml_dtypes.bfloat16)
     table = np.zeros(SLOTS, np.int64)
     if kind == "torch":
@@ -164,6 +164,131 @@ def test_inputs_that_an_engine_shifts_along(kind, rng):
     assert both[0].tobytes() == both[1].tobytes()
     # Nothing but those two was written to.
     assert np.isnan(kvcore.to_numpy(tensors[1])[[0, 1, 2, 4, 6]].astype(np.float32)).all()
+
+
+def two_shifted(kind, drafts=2):
+    """(tensors, map, own cache and requests, adopted cache and requests), of which the second has more tokens."""
+    tensors, table, descriptor = shifting(kind, drafts)
+    table[4], table[1] = 3, 5
+    cache = kvcore.adopt(
+        SPEC, tensors, layout=descriptor, maps={"slot": table}, max_requests=SLOTS, max_draft_tokens=drafts
+    )
+    own = kvcore.create_cache(SPEC, backend="reference", max_requests=4, max_tokens=64, max_draft_tokens=drafts)
+    mine = [cache.admit(blocks=[3, 1, 2], slot=4), cache.admit(blocks=[5, 6, 7], slot=1)]
+    return tensors, table, (own, [own.admit(), own.admit()]), (cache, mine)
+
+
+def tell_both(world, rng, counts):
+    """Tokens to both requests of every cache in one step. Returns each request's states and inputs."""
+    total = sum(counts)
+    given = [rng.standard_normal(shape, np.float32) for shape in ((total, 2, 3, 4), (total, 5), (total, 1, 4))]
+    for cache, requests in world:
+        with cache.step(dict(zip(requests, counts, strict=True))) as step:
+            step.layer(0).append_state(given[0])
+            step.layer(0).append_conv(given[1])
+            step.layer(1).append_kv(given[2], given[2])
+    first = counts[0]
+    return [[list(rows[:first]) for rows in given[:2]], [list(rows[first:]) for rows in given[:2]]]
+
+
+def check_owner(tensors, unit, states, inputs):
+    """What an engine of a request of these tokens looks for: the last state, and the newest input last."""
+    last = np.zeros((3, 5), np.float32)
+    if inputs:
+        last[3 - len(inputs[-3:]) :] = inputs[-3:]
+        state = kvcore.to_numpy(tensors[0])[unit, (len(states) - 1) % len(tensors[0][unit])]
+        assert (state == states[-1].reshape(2, 12)).all()
+    found = kvcore.to_numpy(tensors[1])[unit].T.astype(np.float32)
+    assert (found == last.astype(ml_dtypes.bfloat16).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("back", [1, 2])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_what_an_engine_shifts_along_goes_back(kind, back, rng):
+    tensors, _, *world = two_shifted(kind)
+    told = [[[], []], [[], []]]
+    units = 3, 5
+    # From nothing, from fewer tokens than a ring has, and from many.
+    for counts in ((2, 3), (1, 2), (5, 2), (2, 4)):
+        for held, more in zip(told, tell_both(world, rng, counts), strict=True):
+            held[0] += more[0]
+            held[1] += more[1]
+        for cache, requests in world:
+            cache.truncate(requests[1], requests[1].length - back)
+        for rows in told[1]:
+            del rows[len(rows) - back :]
+        for unit, held in zip(units, told, strict=True):
+            check_owner(tensors, unit, *held)
+    (own, others), (cache, mine) = world
+    assert cache.digest(mine) == own.digest(others)
+    assert np.isnan(kvcore.to_numpy(tensors[1])[[0, 1, 2, 4, 6]].astype(np.float32)).all()
+    assert np.isnan(kvcore.to_numpy(tensors[0])[[0, 1, 2, 4]]).all()
+
+
+def test_a_request_of_no_tokens_has_zeros_before_it(rng):
+    tensors, _, *world = two_shifted("numpy")
+    tell_both(world, rng, (2, 1))
+    for cache, requests in world:
+        cache.truncate(requests[0], 0)
+    check_owner(tensors, 3, [], [])
+    (own, others), (cache, mine) = world
+    assert cache.digest(mine) == own.digest(others)
+
+
+def unchanged(tensors, cache, requests, act, error, match):
+    before = [kvcore.to_numpy(tensor).tobytes() for tensor in tensors[:2]]
+    lengths, digest = [request.length for request in requests], cache.digest(requests)
+    with pytest.raises(error, match=match):
+        act()
+    assert [kvcore.to_numpy(tensor).tobytes() for tensor in tensors[:2]] == before
+    assert [request.length for request in requests] == lengths
+    assert cache.digest(requests) == digest
+
+
+def test_a_ring_without_a_place_does_not_go_back(rng):
+    tensors, table, *world = two_shifted("numpy")
+    tell_both(world, rng, (5, 6))
+    cache, mine = world[1]
+    for place, error, match in (
+        (0, OutOfBlocks, "got no place of slot 1"),
+        (3, ShapeError, "that of slot 4"),
+    ):
+        table[1] = place
+        unchanged(tensors, cache, mine, lambda: cache.truncate(mine[1], 5), error, match)
+    # Its owner has moved it.
+    for tensor in tensors[:2]:
+        tensor[2] = tensor[5]
+    table[1], inputs = 2, tensors[1][5].copy()
+    for one, requests in world:
+        one.truncate(requests[1], 5)
+    assert (tensors[1][5] == inputs).all()
+    assert (tensors[1][2][:, 1:] == inputs[:, :2]).all()
+    assert cache.digest(mine) == world[0][0].digest(world[0][1])
+
+
+@pytest.mark.parametrize(("where", "call"), [("read_rows", 2), ("write", 2), ("write", 3)])
+def test_a_step_whose_rows_do_not_all_arrive_leaves_the_engines(monkeypatch, rng, where, call):
+    """Of two requests the first one's rows are as they were, too, whatever fails for the second."""
+    tensors, _, *world = two_shifted("numpy")
+    tell_both(world, rng, (4, 7))
+    cache, mine = world[1]
+    holder = pages if where == "read_rows" else pages.Paged
+    real, calls = getattr(holder, where), []
+
+    def failing(*args, **options):
+        calls.append(where)
+        if len(calls) == call:
+            raise MemoryError("no room")
+        return real(*args, **options)
+
+    def act():
+        tell_both([world[1]], np.random.default_rng(1), (2, 1))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, where, failing)
+        unchanged(tensors, cache, mine, act, MemoryError, "no room")
+    tell_both(world, rng, (1, 2))
+    assert cache.digest(mine) == world[0][0].digest(world[0][1])
 
 
 WRONG = {

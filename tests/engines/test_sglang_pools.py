@@ -477,8 +477,9 @@ def test_states_of_its_hybrid_linear_models(latent_rows):
     carried.mamba_cache.conv.append(carried.mamba_cache.conv[0])
     with pytest.raises(SpecError, match="2 convolutions"):
         sglang.spec_from(pool)
-    with pytest.raises(SpecError, match="HybridLinearKVPool"):
-        hybrid_from(SimpleNamespace(mamba_pool=carried), requests)
+    with pytest.raises(SpecError, match=r"got SimpleNamespace.*HybridLinearKVPool") as caught:
+        hybrid_from(SimpleNamespace(), requests)
+    assert caught.value.where == "hybrid_from"
 
 
 def test_pools_of_other_layouts_are_refused_by_name_and_reason():

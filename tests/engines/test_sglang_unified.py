@@ -291,8 +291,32 @@ def test_what_is_no_pool_of_its_kind_is_refused_by_name():
     pool, allocator = built("UnifiedMHATokenToKVPool")
     with pytest.raises(SpecError, match=r"UnifiedMHATokenToKVPool.*unified_from"):
         tensors_from(pool)
-    with pytest.raises(SpecError, match="UnifiedMLATokenToKVPool"):
+    with pytest.raises(SpecError, match="UnifiedMLATokenToKVPool, UnifiedSWAKVPool") as caught:
         unified_from(type("UnifiedMambaPool", (), {})(), allocator)
+    assert caught.value.where == "unified_from"
+    windows = type("UnifiedSWAKVPool", (), {"page_size": PAGE})()
+    for one, wrong, name in (
+        (windows, allocator, "UnifiedSWATokenToKVPoolAllocator"),
+        (windows, None, "UnifiedSWATokenToKVPoolAllocator"),
+        (pool, SimpleNamespace(full_attn_allocator=allocator, swa_attn_allocator=allocator), "MultiEndedAllocator"),
+        (pool, None, "got no allocator.*MultiEndedAllocator"),
+    ):
+        with pytest.raises(SpecError, match=name) as caught:
+            unified_from(one, wrong)
+        assert caught.value.where == "unified_from: allocator"
     allocator.page_size *= 2
-    with pytest.raises(SpecError, match="a slot for every token"):
+    with pytest.raises(SpecError, match="a slot for every token") as caught:
         unified_from(pool, allocator)
+    assert caught.value.where == "unified_from"
+
+
+def test_a_hybrid_model_has_the_allocator_of_its_full_layers():
+    pool, requests, allocator, _ = linear()
+    for wrong in (None, SimpleNamespace()):
+        with pytest.raises(SpecError, match="MultiEndedAllocator") as caught:
+            hybrid_from(pool, requests, wrong)
+        assert caught.value.where == "hybrid_from: allocator"
+    allocator.page_size *= 2
+    with pytest.raises(SpecError, match="a slot for every token") as caught:
+        hybrid_from(pool, requests, allocator)
+    assert caught.value.where == "hybrid_from"

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import kvcore
+from kvcore.adoption import IndexMap, describe
 from kvcore.errors import BackendError
-from kvcore.spec import CacheSpec, LayerSpec, Window
+from kvcore.spec import CacheSpec, Conv, LayerSpec, Window
 from tests.support.engine import SPEC, Engine
 
 LAYOUT = "NL_X_NB_TWO_BS_NH_HS"
@@ -55,3 +56,18 @@ def test_rings_of_jax_are_read():
         assert at < 0 or (row == rings[2, at % 8]).all()
     with pytest.raises(BackendError, match="verbs that read"):
         cache.step({request: 1})
+
+
+def test_inputs_that_are_shifted_along_do_not_go_back():
+    """A shorter request's lie elsewhere, where nobody may write."""
+    spec = CacheSpec(layers=[LayerSpec(conv=Conv(dim=5, width=4, format="fp32"))])
+    inputs = jnp.asarray(np.random.default_rng(0).standard_normal((4, 5, 3)).astype(np.float32))
+    said = IndexMap(name="slot", of="slot", count=4, first=1)
+    descriptor = describe(spec, [inputs], {"conv": "rings slot NL_X_NB_HS_BS"}, maps=[said])
+    cache = kvcore.adopt(spec, [inputs], layout=descriptor, maps={"slot": np.array([0, 3, 0, 2])}, max_requests=4)
+    request = cache.admit(slot=3, length=2)
+    before = cache.digest([request])
+    with pytest.raises(BackendError, match="truncate into arrays of JAX"):
+        cache.truncate(request, 1)
+    assert (request.length, cache.digest([request])) == (2, before)
+    cache.truncate(request, 2)

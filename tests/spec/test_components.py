@@ -1,8 +1,12 @@
 """Rules inside one component, with the field that the error names and the path that JSON readers see."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 
 from kvcore.errors import SpecError
+from kvcore.spec import CacheSpec, LayerSpec, from_json, to_json
 from tests.support.spec_documents import KINDS, WINDOW, layers, read, refused
 
 # What is wrong inside one component: role, changed fields, the field that the error names, part of the message.
@@ -92,3 +96,30 @@ def test_other_fields_have_their_types(role, field, value):
     with pytest.raises(SpecError) as caught:
         kind(**{**fields, field: value})
     assert caught.value.where == field
+
+
+@pytest.mark.parametrize("scales", [(np.float32(0.1), np.float16(2)), (np.int64(3), Fraction(1, 3))], ids=repr)
+def test_scales_are_any_real_numbers(scales):
+    kind, fields = KINDS["kv"]
+    found = kind(**{**fields, "key_format": "nvfp4", "scales": scales})
+    assert found.scales == (float(scales[0]), float(scales[1]))
+    assert [type(scale) for scale in found.scales] == [float, float]
+    kind, fields = KINDS["index_keys"]
+    assert kind(**{**fields, "global_scale": scales[0]}).global_scale == float(scales[0])
+
+
+@pytest.mark.parametrize("scale", [10**400, Fraction(1, 10**60), np.float16(0), np.bool_(True), 1j, None], ids=repr)
+def test_scales_that_are_none(scale):
+    kind, fields = KINDS["kv"]
+    with pytest.raises(SpecError, match="two numbers above 0"):
+        kind(**{**fields, "key_format": "nvfp4", "scales": (1.0, scale)})
+
+
+def test_scales_of_one_are_none():
+    kind, fields = KINDS["kv"]
+    bare, said = (kind(**{**fields, "key_format": "nvfp4", **more}) for more in ({}, {"scales": (1, np.float32(1))}))
+    assert bare == said
+    assert hash(bare) == hash(said)
+    specs = [CacheSpec(layers=[LayerSpec(kv=one)], block_tokens=8) for one in (bare, said)]
+    assert to_json(specs[0]) == to_json(specs[1])
+    assert from_json(to_json(specs[1])) == specs[0]
