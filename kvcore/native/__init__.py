@@ -5,7 +5,6 @@ installation: without a compiler, or with ``KVCORE_NATIVE=0``, NumPy and torch d
 library lies in a folder of its own that only this user can write, and is gone from there as soon as it is loaded.
 """
 
-import contextlib
 import ctypes
 import os
 import shutil
@@ -28,7 +27,7 @@ FUNCTIONS: dict[str, list[Any]] = {
 """Source -> what its function, ``kvcore_`` and that name, is given."""
 
 OF_THE_MACHINE = {"attend": "-march=native"}
-"""Source -> what has the compiler use all vectors that the machine has; left out where it does not know that."""
+"""Source -> what has the compiler use all vectors that the machine has; left out where that fails or errs."""
 
 WORTH = 1 << 28
 """Bytes that a process digests before it compiles: as long as NumPy takes for them, a compiler takes."""
@@ -81,19 +80,26 @@ class Native:
         return self._found
 
     def _compile(self) -> None:
-        found = compiled(self._source)
-        if found is not None and self._right(found):
-            self._found = found
+        self._found = compiled(self._right, self._source)
 
 
-def compiled(source: str = "lanes") -> Lanes | None:
-    """A function, compiled and loaded; None without a compiler that can, and where words have another order."""
+def compiled(right: Callable[[Lanes], bool], source: str = "lanes") -> Lanes | None:
+    """A function, compiled and loaded, that has shown that it is right: for the machine, else for any like it.
+
+    None without a compiler that can, and where words have another order. One that takes too long is asked once.
+    """
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if os.environ.get(VARIABLE) == "0" or compiler is None or sys.byteorder != "little" or os.name != "posix":
         return None
     for flags in ([OF_THE_MACHINE[source]], []) if source in OF_THE_MACHINE else ([],):
-        with contextlib.suppress(OSError, subprocess.SubprocessError, AttributeError):
-            return _compiled(compiler, source, flags)
+        try:
+            found = _compiled(compiler, source, flags)
+        except subprocess.TimeoutExpired:
+            return None
+        except (OSError, subprocess.SubprocessError, AttributeError):
+            continue
+        if right(found):
+            return found
     return None
 
 

@@ -80,37 +80,39 @@ INLINE eight e4m3_of(eight_words codes)
     return (eight)(((eight_words)found | (codes & 128) << 24) | (eight_words)((eight_int)size == 127));
 }
 
-/* Numbers first .. last - 1 of a row, multiplied and moved where SCALED says so. Loops over single numbers are those that
-   compilers make vectors of by themselves. */
-INLINE void numbers_of(const unsigned char *codes, int64_t kind, const float *levels, int64_t first, int64_t last,
-                       int64_t scaled, float scale, float offset, float *row)
+/* COUNT numbers from a row's number FIRST on, a multiple of eight as COUNT is, multiplied and moved where SCALED says so.
+   Loops over single numbers are those that compilers make vectors of by themselves. */
+INLINE void numbers_of(const unsigned char *codes, int64_t kind, const float *levels, int64_t first, int64_t count,
+                       int64_t scaled, float scale, float offset, float *found)
 {
     if (kind == INT8)
-        for (int64_t d = first; d < last; d++)
-            row[d] = scaled ? (float)(signed char)codes[d] * scale + offset : (float)(signed char)codes[d];
+        for (int64_t d = 0; d < count; d++) {
+            const float code = (float)(signed char)codes[first + d];
+            found[d] = scaled ? code * scale + offset : code;
+        }
     else if (kind == E4M3) {
-        for (int64_t d = first; d < last; d++)
-            row[d] = of_bits(codes[d]);
-        for (int64_t d = first; d < last; d += 8) {
-            const eight found = e4m3_of((eight_words) * (eight_anywhere *)(row + d));
-            *(eight_anywhere *)(row + d) = scaled ? found * scale + offset : found;
+        for (int64_t d = 0; d < count; d++)
+            found[d] = of_bits(codes[first + d]);
+        for (int64_t d = 0; d < count; d += 8) {
+            const eight some = e4m3_of((eight_words) * (eight_anywhere *)(found + d));
+            *(eight_anywhere *)(found + d) = scaled ? some * scale + offset : some;
         }
     } else if (kind == NIBBLES)
-        for (int64_t d = first; d < last; d += 8) {
+        for (int64_t d = 0; d < count; d += 8) {
             uint32_t word;
-            memcpy(&word, codes + d / 2, 4);
-            const eight_words some = ((eight_words){0} + word) >> (eight_words){0, 4, 8, 12, 16, 20, 24, 28};
-            const eight found = levels_of(levels, some & 15);
-            *(eight_anywhere *)(row + d) = scaled ? found * scale + offset : found;
+            memcpy(&word, codes + (first + d) / 2, 4);
+            const eight_words named = ((eight_words){0} + word) >> (eight_words){0, 4, 8, 12, 16, 20, 24, 28};
+            const eight some = levels_of(levels, named & 15);
+            *(eight_anywhere *)(found + d) = scaled ? some * scale + offset : some;
         }
     else if (kind == BF16)
-        for (int64_t d = first; d < last; d++) {
+        for (int64_t d = 0; d < count; d++) {
             uint16_t half;
-            memcpy(&half, codes + 2 * d, 2);
-            row[d] = of_bits((uint32_t)half << 16);
+            memcpy(&half, codes + 2 * (first + d), 2);
+            found[d] = of_bits((uint32_t)half << 16);
         }
     else
-        memcpy(row + first, codes + 4 * first, 4 * (last - first));
+        memcpy(found, codes + 4 * first, 4 * count);
 }
 
 /* A row as numbers; what is still to be multiplied with them. */
@@ -134,8 +136,8 @@ INLINE float decoded(const int64_t *side, int64_t unit, int64_t line, int64_t he
     for (int64_t group = 0; group < groups; group++) {
         const float scale = scale_at(scales + group * bytes, bytes, table, smallest);
         const float offset = side[OFFSETS] ? scale_at(offsets + group * bytes, bytes, table, smallest) : 0;
-        const int64_t end = (group + 1) * width < dim ? (group + 1) * width : dim;
-        numbers_of(codes, kind, levels, group * width, end, 1, scale, offset, row);
+        const int64_t first = group * width, count = width < dim - first ? width : dim - first;
+        numbers_of(codes, kind, levels, first, count, 1, scale, offset, row + first);
     }
     return 1;
 }
@@ -155,8 +157,8 @@ INLINE void channels(const int64_t *side, int64_t unit, int64_t line, int64_t he
     for (int64_t d = 0; d < side[DIM]; d++) {
         const float scale = scale_at(scales + d * step, bytes, table, smallest);
         const float offset = side[OFFSETS] ? scale_at(offsets + d * step, bytes, table, smallest) : 0;
-        numbers_of(codes + d * side[CODES_STEP], kind, (const float *)side[LEVELS], token, token + ROWS, 1, scale, offset,
-                   found + d * ROWS - token);
+        numbers_of(codes + d * side[CODES_STEP], kind, (const float *)side[LEVELS], token, ROWS, 1, scale, offset,
+                   found + d * ROWS);
     }
 }
 
@@ -219,7 +221,7 @@ INLINE void attend_head(const float *query, int64_t group, float scale, const in
                         int64_t head, const int64_t *runs, int64_t count, float *out, float *greatest, float *total)
 {
     const int64_t dim = keys[DIM], value_dim = values[DIM];
-    /* Where there are fewer rows, those of before: finite, or NaN that is in the sums already. */
+    /* Where there are fewer rows, keys of before: their logits are looked at by nothing. */
     float rows[ROWS * (value_dim > dim ? value_dim : dim)], factors[ROWS] = {0}, logits[group * BLOCK];
     memset(rows, 0, sizeof rows);
     for (int64_t n = 0; n < group; n++)
@@ -274,8 +276,13 @@ INLINE void attend_head(const float *query, int64_t group, float scale, const in
                             products(logits + q * BLOCK + start, rows + d * ROWS, ROWS);
             }
             for (int64_t start = 0; start < some && !values_by_channel; start += ROWS) {
-                for (int64_t n = 0; n < ROWS && start + n < some; n++)
+                const int64_t left = some - start < ROWS ? some - start : ROWS;
+                for (int64_t n = 0; n < left; n++)
                     factors[n] = decoded(values, unit, first + start + n, head, value_kind, rows + n * value_dim);
+                /* Their weights are 0; an infinite number of before would still make the sum NaN. */
+                for (int64_t n = left; n < ROWS; n++)
+                    factors[n] = 0;
+                memset(rows + left * value_dim, 0, sizeof(float) * (ROWS - left) * value_dim);
                 for (int64_t q = 0; q < group; q++) {
                     const eight weights = *(eight_anywhere *)(logits + q * BLOCK + start) * *(eight_anywhere *)factors;
                     float *mine = out + q * value_dim;
@@ -309,6 +316,8 @@ void kvcore_attend(const float *query, int64_t heads, int64_t group, float scale
         float *found = out + each * group * value_dim, *most = greatest + each * group, *sum = total + each * group;
         if (keys[BY_CHANNEL] && values[BY_CHANNEL] && key_kind == NIBBLES && value_kind == NIBBLES)
             attend_head(mine, group, scale, keys, values, NIBBLES, NIBBLES, 1, 1, head, seen, count, found, most, sum);
+        else if (keys[BY_CHANNEL] && !values[BY_CHANNEL] && key_kind == NIBBLES && value_kind == NIBBLES)
+            attend_head(mine, group, scale, keys, values, NIBBLES, NIBBLES, 1, 0, head, seen, count, found, most, sum);
         else if (keys[BY_CHANNEL] || values[BY_CHANNEL])
             attend_head(mine, group, scale, keys, values, key_kind, value_kind, keys[BY_CHANNEL], values[BY_CHANNEL],
                         head, seen, count, found, most, sum);

@@ -188,6 +188,31 @@ def test_a_row_that_is_not_a_number_is_torch_s_affair(seed, monkeypatch):
     assert mine.out[[0, 2]].isfinite().all()
 
 
+def test_an_infinite_key_that_weighs_nothing_changes_nothing(seed, monkeypatch):
+    """Its numbers lie behind those of the last rows' values, which are smaller."""
+    kv = KV(key_heads=HEADS, key_dim=DIM, value_dim=DIM // 2, key_format="fp32", value_format="nf4_b64")
+    cache = kvcore.create_cache(
+        CacheSpec(layers=[LayerSpec(kv=kv)]), backend="torch_triton", max_requests=4, max_tokens=2048
+    )
+    requests = [cache.admit() for _ in LENGTHS]
+    with cache.step(dict(zip(requests, LENGTHS, strict=True))) as step:
+        step.layer(0).append_kv(rows(seed, sum(LENGTHS)), rows(seed, sum(LENGTHS))[..., : DIM // 2])
+    k, q = rows(seed, len(LENGTHS)), rows(seed, len(LENGTHS), GROUP * HEADS)
+    k[..., -3], q[..., -3] = torch.inf, -1
+    attend, gave = cpu_coded.attend, []
+    with cache.step(dict.fromkeys(requests, 1)) as step:
+        layer = step.layer(0)
+        layer.append_kv(k, rows(seed, len(LENGTHS))[..., : DIM // 2])
+        monkeypatch.setattr(cpu_coded, "attend", lambda *a, **k: gave.append(attend(*a, **k)) or gave[-1])
+        mine = layer.attend(q)
+        monkeypatch.setattr(cpu_coded, "attend", torch_attends)
+        theirs = layer.attend(q)
+    assert gave[0] is not None
+    assert mine.out.isfinite().all()
+    torch.testing.assert_close(mine.out, theirs.out, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(mine.lse, theirs.lse, atol=2e-6, rtol=1e-6)
+
+
 def test_padding_at_the_left_is_not_seen(seed, monkeypatch):
     cache = cache_of(FORMATS["nf4_b64"], *SCENES["slots"])
     requests = filled(cache, seed)
@@ -217,6 +242,21 @@ def test_few_numbers_and_several_tokens_are_torch_s(seed, monkeypatch):
         step.layer(0).append_kv(rows(seed, 6), rows(seed, 6))
         step.layer(0).attend(rows(seed, 6, GROUP * HEADS))
     assert gave == [None]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "value_dim", "whole"),
+    [
+        ("int4_ch32", "bf16", 16, True),
+        ("int4_ch32", "bf16", 12, False),
+        ("int4_ch32", "int4_ch32", 12, False),
+        ("int8_row", "bf16", 12, False),
+        ("int8_row", "int8_row", 24, True),
+    ],
+)
+def test_tokens_of_eight_numbers_at_a_time_are_decoded_in_c(keys, values, value_dim, whole):
+    kv = KV(key_heads=HEADS, key_dim=DIM, value_dim=value_dim, key_format=keys, value_format=values)
+    assert [cpu_coded.fits(part.format, kv.ratio) for part in kv.parts] == [True, whole]
 
 
 def test_a_wrong_function_is_never_used():

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from kvcore.backends.torch_triton.cpu_views import complete
-from kvcore.backends.torch_triton.encoding import FOUR_BITS, levels, scale_values
+from kvcore.backends.torch_triton.encoding import FOUR_BITS, decode, encode, levels, scale_values
 from kvcore.native import Lanes, Native
 from kvcore.ops import Attention
-from kvcore.spec import Format
+from kvcore.spec import FORMATS, Format
 from kvcore.spec.codes import CODES, RANGE_SMALLEST
 
 WORTH = 1 << 18
@@ -54,10 +54,10 @@ class Seen(NamedTuple):
 
 
 @cache
-def fits(format: Format) -> bool:
-    """Whether C decodes rows of a format."""
+def fits(format: Format, tokens: int) -> bool:
+    """Whether C decodes rows of a format, each of so many tokens, over channels or over tokens."""
     values = [field for field in format.fields if field.is_value]
-    if len(values) != 1 or format.global_scaled or (format.dim or 1) % (8 * format.tokens):
+    if len(values) != 1 or format.global_scaled or (format.dim or 1) % (8 * tokens):
         return False
     field = values[0]
     whole = field.group is None or field.groups == 1 or not field.width % 8
@@ -144,7 +144,7 @@ def possible(regions: Any) -> bool:
         values.tokens,
     )
     placed = all(region.even and not any(place.split for place in region.unit.places) for region in regions)
-    return alike and placed and all(fits(region.format) for region in regions)
+    return alike and placed and all(fits(region.format, region.tokens) for region in regions)
 
 
 @lru_cache(maxsize=1)
@@ -206,27 +206,28 @@ def side(ops: Any, pools: Any, region: Any) -> Side:
 
 
 def _side(pools: Any, region: Any) -> Side:
-    format, numbers = region.format, {}
-    row, head = region.steps
+    numbers, (row, head) = {}, region.steps
     arrays = []
     for place in region.unit.places:
         pool = pools[region.buffers[place.buffer][0]]
         arrays.append(pool)
         where = pool.data_ptr() + place.base, pool.stride(0), row * place.stride, head * place.stride
         numbers[place.field] = where
+    return _told(region.format, region.tokens, numbers, pools, tuple(arrays))
+
+
+def _told(format: Format, tokens: int, numbers: dict[str, Any], pools: Any, arrays: tuple[Any, ...]) -> Side:
+    """A side whose fields are found by these numbers: address, then steps from a unit, a row and a head to the next."""
     (field,) = (field for field in format.fields if field.is_value)
-    four = levels(field.code, pool.device) if field.code in FOUR_BITS else None
+    four = levels(field.code, "cpu") if field.code in FOUR_BITS else None
     scales, size = None, 0
     if field.group is not None:
         size = CODES[field.scale].bits // 8
         scales = scale_table(field.scale) if size == 1 else None
     nowhere = 0, 0, 0, 0
     smallest = np.array(RANGE_SMALLEST if field.has_offsets else 0, np.float32).view(np.int32)
-    by_channel, bits = format.tokens > 1, CODES[field.code].bits
-    if by_channel:
-        steps = region.tokens * bits // 8, size
-    else:
-        steps = (format.dim // region.tokens * bits // 8, field.groups // region.tokens * size)
+    by_channel, bits, dim = format.tokens > 1, CODES[field.code].bits, (format.dim or 0) // tokens
+    steps = (tokens * bits // 8, size) if by_channel else (dim * bits // 8, field.groups // tokens * size)
     told = [
         *numbers[field.name],
         *numbers.get("scales", nowhere),
@@ -234,16 +235,16 @@ def _side(pools: Any, region: Any) -> Side:
         KINDS[field.code],
         0 if four is None else four.data_ptr(),
         field.width,
-        field.groups // region.tokens,
+        field.groups // tokens,
         size,
         0 if scales is None else scales.data_ptr(),
-        format.dim // region.tokens,
+        dim,
         int(smallest),
-        region.tokens,
+        tokens,
         by_channel,
         *steps,
     ]
-    return Side(pools, tuple(arrays), np.array(told, np.int64), (four, scales))
+    return Side(pools, arrays, np.array(told, np.int64), (four, scales))
 
 
 @cache
@@ -252,27 +253,69 @@ def scale_table(code: str) -> torch.Tensor:
     return scale_values(torch.arange(256, dtype=torch.uint8)[:, None], code).contiguous()
 
 
+CHECKED = (
+    ("int8_row", "int8_row"),
+    ("fp8_row", "fp8_row"),
+    ("mxfp8", "mxfp8"),
+    ("nf4_b64", "nf4_b64"),
+    ("int4_g32", "int4_g32"),
+    ("int4_ch32", "int4_ch32"),
+    ("int4_ch32", "int4_g32"),
+    ("mxfp4", "int4_ch32"),
+    ("fp32", "bf16"),
+    ("bf16", "fp32"),
+)
+"""Keys and values that show a function right: every kind, with and without scales of groups and offsets, every loop."""
+
+
 def _right(run: Lanes) -> bool:
-    """Whether a function attends as NumPy does: to rows of eight bits with a scale, in two runs, from two heads."""
-    random = np.random.default_rng(0)
-    heads, group, dim, rows = 2, 3, 24, 100
-    codes = random.integers(-127, 128, (2, rows, heads, dim), np.int8)
-    scales = random.uniform(0.01, 0.02, (2, rows, heads)).astype(np.float32)
-    query = random.standard_normal((heads, group, dim), np.float32)
-    found, sums = np.empty_like(query), np.empty((2, heads, group), np.float32)
-    sides = []
-    for some, factors in zip(codes, scales, strict=True):
-        where = some.ctypes.data, 0, heads * dim, dim, factors.ctypes.data, 0, 4 * heads, 4, 0, 0, 0, 0
-        sides.append(np.array([*where, KINDS["int8"], 0, dim, 1, 4, 0, dim, 0, 1, 0, 0, 0], np.int64))
-    runs, of_request = np.array([[0, 3, 70], [0, 80, 20]], np.int64), np.array([0, 2], np.int64)
-    told = [each.ctypes.data for each in (*sides, runs, of_request)]
-    run(query.ctypes.data, heads, group, 0.25, *told, 0, heads, found.ctypes.data, *(each.ctypes.data for each in sums))
-    keys, values = (codes * scales[..., None])[:, [*range(3, 73), *range(80, 100)]].transpose(0, 2, 1, 3)
-    logits = 0.25 * query @ keys.swapaxes(1, 2)
-    weights = np.exp(logits - logits.max(axis=2, keepdims=True))
-    expected = weights @ values / weights.sum(axis=2, keepdims=True)
-    sum_of = sums[1] * np.exp(sums[0] - logits.max(axis=2))
-    return bool(np.allclose(found, expected, atol=1e-5) and np.allclose(sum_of, weights.sum(axis=2), rtol=1e-5))
+    """Whether a function attends as NumPy does: to rows of every kind."""
+    return all(_agrees(run, *formats) for formats in CHECKED)
+
+
+def _agrees(run: Lanes, *formats: str) -> bool:
+    """Whether it does of two heads: a request of two runs, and one of few rows, whose numbers all count."""
+    random, (heads, group, dim, rows) = np.random.default_rng(0), (2, 3, 64, 160)
+    tokens = max(FORMATS[name].tokens for name in formats)
+    # Runs of tokens that are coded together begin and end with eight.
+    seen = [[(3, 70), (80, 21)], [(77, 1)]] if tokens == 1 else [[(40, 72), (128, 32)], [(16, 8)]]
+    runs = np.array([(0, *each) for some in seen for each in some], np.int64)
+    of_request = np.array([0, 2, 3], np.int64)
+    sides, decoded = zip(*(_drawn(random, name, tokens, (heads, rows, dim)) for name in formats), strict=True)
+    query = random.standard_normal((len(seen), heads, group, dim), np.float32)
+    out, (greatest, total) = np.zeros_like(query), np.zeros((2, *query.shape[:3]), np.float32)
+    told = [each.ctypes.data for each in (*(side.numbers for side in sides), runs, of_request)]
+    gives = [each.ctypes.data for each in (out, greatest, total)]
+    run(query.ctypes.data, heads, group, 0.25, *told, 0, len(seen) * heads, *gives)
+    for request, some in enumerate(seen):
+        numbers = [row for first, count in some for row in range(first, first + count)]
+        keys, values = (each[:, numbers] for each in decoded)
+        logits = 0.25 * query[request] @ keys.swapaxes(1, 2)
+        most = logits.max(axis=2)
+        weights = np.exp(logits - most[..., None])
+        sums = weights.sum(axis=2)
+        with np.errstate(all="ignore"):
+            found = total[request] * np.exp(greatest[request] - most)
+        expected = weights @ values / sums[..., None]
+        if not (np.allclose(out[request], expected, 1e-5, 2e-6) and np.allclose(found, sums, 1e-5)):
+            return False
+    return True
+
+
+def _drawn(random: np.random.Generator, name: str, tokens: int, shape: tuple[int, int, int]) -> tuple[Side, Any]:
+    """Rows of a format, as canonical ones lie, and what they decode to: float64 [heads, rows, dim]."""
+    (heads, rows, dim), format = shape, FORMATS[name].for_dim(shape[2] * tokens)
+    drawn = random.standard_normal((rows // tokens * heads, dim * tokens), np.float32)
+    # Of many exponents, so that the smallest codes are among them.
+    stored = encode(format, torch.from_numpy(drawn * np.exp2(random.uniform(-14, 0, drawn.shape), dtype=np.float32)))
+    steps = 0, heads * format.row, format.row
+    numbers = {field.name: (stored.data_ptr() + format.byte_range(field.name)[0], *steps) for field in format.fields}
+    values = decode(format, stored).double().numpy()
+    if format.tokens > 1:
+        values = values.reshape(-1, heads, dim, tokens).transpose(1, 0, 3, 2)
+    else:
+        values = values.reshape(-1, heads, tokens, dim).transpose(1, 0, 2, 3)
+    return _told(format, tokens, numbers, stored, (stored,)), values.reshape(shape)
 
 
 native = Native(_right, "attend")
