@@ -6,7 +6,8 @@
 16 cores end in minutes what takes one process hours. Processes take checks of one plan at a time, which share compiled
 code; one whose device is lost to an error is replaced. What has ended when the time is up is reported, and the exit
 status is then 2 (1: some check fails). OUT is written as checks end, so that what is broken off loses little and goes
-on with --resume. A race that the interpreter of TPU kernels sees fails its check.
+on with --resume, which runs again what ended in an error. A race that the interpreter of TPU kernels sees fails its
+check.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ import msgspec
 from kvcore import environment, parity
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import Check, checks_of
+from kvcore.errors import SpecError
 from kvcore.parity.records import Record, Report
 from kvcore.parity.run import Subject, check_backends, report_of
 from kvcore.plugins import registry
@@ -45,6 +48,9 @@ QUICK_COMPILES = {
 
 RACE = "RACE DETECTED"
 """What Pallas' interpreter prints before it goes on."""
+
+EVERY = 20.0
+"""Seconds between reports that are written: what a run that is killed loses."""
 
 _checks: dict[str, Check] = {}
 _subjects: list[Subject] = []
@@ -116,6 +122,29 @@ def work(groups: Any, found: Any, backend: str, device: str, gpu: int | None = N
             found.put((records, ids if gone else [], gone, gpu))
 
 
+def to_go_on_from(before: Report, blank: Report, backend: str, chosen: Sequence[str]) -> tuple[Report, set[str]]:
+    """What a report keeps beside a run, and the checks that it has of its backend.
+
+    What ended in an error, or could not run, is among neither where it is chosen: the worse of two records is kept.
+
+    Raises:
+        SpecError: it is of another spec, or of other tolerances, than the run's, which has no record yet.
+    """
+    # With some records: tolerances of none are compared with nothing.
+    parity.merge({"OUT": before, "this run": msgspec.structs.replace(blank, checks=before.checks)})
+    to_run = set(chosen)
+    kept, known, again = [], set[str](), set[str]()
+    for record in before.checks:
+        mine, ended = record.backend == backend, record.status not in ("error", "unavailable")
+        if mine and not ended and record.check in to_run:
+            again.add(record.check)
+            continue
+        kept.append(record)
+        if mine:
+            known.add(record.check)
+    return msgspec.structs.replace(before, checks=tuple(kept)), known - again
+
+
 def main() -> int:
     """Run the checks and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,9 +160,18 @@ def main() -> int:
     started = time.monotonic()
     prepare(options.backend, options.device)
     spec = conformance_spec()
-    before = parity.read(options.out) if options.resume and options.out.exists() else None
-    known = {record.check for record in before.checks} if before else set[str]()
     chosen = [one for one in checks_of(spec) if fnmatchcase(one.id, options.only)]
+    subject = Subject(registry().backends[options.backend], options.device or None)
+    subject.introduce(chosen[0].plan)
+    command = f"python -m tests.conformance.kit_in_parts {shlex.join(environment.typed(sys.argv[1:]))}"
+    blank = report_of(spec, [subject], [], command=command)
+    before, known = None, set[str]()
+    if options.resume and options.out.exists():
+        try:
+            chosen_ids = [one.id for one in chosen]
+            before, known = to_go_on_from(parity.read(options.out), blank, options.backend, chosen_ids)
+        except SpecError as error:
+            parser.error(f"--resume: {error}")
     left = [one for one in chosen if one.id not in known]
     plans: dict[str, list[str]] = {}
     for one in left:
@@ -143,13 +181,11 @@ def main() -> int:
     random.Random(0).shuffle(shuffled)
     records: list[Record] = []
     order = {one.id: number for number, one in enumerate(chosen)}
-    subject = Subject(registry().backends[options.backend], options.device or None)
-    subject.introduce(chosen[0].plan)
-    command = f"python -m tests.conformance.kit_in_parts {shlex.join(environment.typed(sys.argv[1:]))}"
 
     def written() -> Report:
         """The report of what has ended; a run that is broken off loses little."""
-        report = report_of(spec, [subject], sorted(records, key=lambda one: order[one.check]), command=command)
+        ordered = sorted(records, key=lambda one: order[one.check])
+        report = msgspec.structs.replace(blank, checks=tuple(ordered))
         if before:
             report = parity.merge({"before": before, "now": report})
         # Another name until it is whole.
@@ -171,27 +207,27 @@ def main() -> int:
     try:
         for number in range(min(options.jobs, len(shuffled))):
             start(number % options.gpus if options.gpus > 1 else None)
-        told = 0
-        while len(records) < len(left):
+        told, last = 0, time.monotonic()
+        while len(records) < len(left) and (remaining := options.seconds - (time.monotonic() - started)) > 0:
+            if len(records) > told and time.monotonic() - last >= EVERY:
+                written()
+                told, last = len(records), time.monotonic()
+                print(f"[{last - started:5.0f} s] {told} of {len(left)}", flush=True)
             try:
-                texts, rest, gone, gpu = found.get(timeout=max(0.0, options.seconds - (time.monotonic() - started)))
+                texts, rest, gone, gpu = found.get(timeout=min(remaining, EVERY))
             except queue.Empty:
-                break
+                continue
             records += [msgspec.json.decode(text, type=Record) for text in texts]
             if rest:
                 groups.put(rest)
             if gone:
                 print(f"the device was lost in {records[-1].check}; another process goes on", flush=True)
                 start(gpu)
-            if len(records) >= told + 250:
-                told = len(records)
-                written()
-                print(f"[{time.monotonic() - started:5.0f} s] {told} of {len(left)}", flush=True)
     finally:
         groups.cancel_join_thread()
         for worker in workers:
             worker.kill()
-    report = written()
+        report = written()
     counts: dict[tuple[str, str], int] = {}
     for record in report.checks:
         counts[record.how, record.status] = counts.get((record.how, record.status), 0) + 1
