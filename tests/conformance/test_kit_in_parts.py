@@ -61,7 +61,7 @@ def test_a_run_that_was_cut_off_is_resumed(monkeypatch, tmp_path, capsys):
     assert "0 of 0 checks ended" in capsys.readouterr().out
 
 
-def record(check: str, status: str, backend: str = "reference", rule: str = "storage") -> Record:
+def record(check, status, backend="reference", rule="storage"):
     return Record(check=check, backend=backend, how="cpu", status=status, rule=rule)
 
 

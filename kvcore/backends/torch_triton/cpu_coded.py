@@ -222,8 +222,8 @@ def _told(format: Format, tokens: int, numbers: dict[str, Any], pools: Any, arra
     four = levels(field.code, "cpu") if field.code in FOUR_BITS else None
     scales, size = None, 0
     if field.group is not None:
-        size = CODES[field.scale].bits // 8
-        scales = scale_table(field.scale) if size == 1 else None
+        size = field.scale_element.bits // 8
+        scales = scale_table(field.scale or "") if size == 1 else None
     nowhere = 0, 0, 0, 0
     smallest = np.array(RANGE_SMALLEST if field.has_offsets else 0, np.float32).view(np.int32)
     by_channel, bits, dim = format.tokens > 1, CODES[field.code].bits, (format.dim or 0) // tokens
@@ -283,7 +283,8 @@ def _agrees(run: Lanes, *formats: str) -> bool:
     of_request = np.array([0, 2, 3], np.int64)
     sides, decoded = zip(*(_drawn(random, name, tokens, (heads, rows, dim)) for name in formats), strict=True)
     query = random.standard_normal((len(seen), heads, group, dim), np.float32)
-    out, (greatest, total) = np.zeros_like(query), np.zeros((2, *query.shape[:3]), np.float32)
+    out, logs = np.zeros_like(query), np.zeros((2, *query.shape[:3]), np.float32)
+    greatest, total = logs[0], logs[1]
     told = [each.ctypes.data for each in (*(side.numbers for side in sides), runs, of_request)]
     gives = [each.ctypes.data for each in (out, greatest, total)]
     run(query.ctypes.data, heads, group, 0.25, *told, 0, len(seen) * heads, *gives)
