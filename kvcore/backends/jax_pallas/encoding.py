@@ -21,6 +21,7 @@ from kvcore.kernels.pallas.arithmetic import (
     fp32_scale,
     from_bits,
     half_away,
+    limit_of,
     over_power,
     rotated,
     times,
@@ -130,8 +131,9 @@ def quantise(channels: Array, field: Field, format: Format, global_scale: float)
     # The order of magnitudes is the order of their bits, and NaN comes last; XLA's fp32 maximum may pass over a NaN.
     amax = from_bits(jnp.max(bits_of(groups) & ~SIGN, axis=2))
     finite = bits_of(amax) < INFINITY
-    groups = clamp(groups, field.limit)
-    amax = jnp.clip(jnp.where(finite, amax, 0), np.float32(format.amax_floor), np.float32(field.limit))
+    limit = limit_of(field, global_scale)
+    groups = clamp(groups, limit)
+    amax = jnp.minimum(jnp.maximum(jnp.where(finite, amax, 0), np.float32(format.amax_floor)), np.float32(limit))
     scales, scale_bits = scale_of(amax, field, format, global_scale)
     ratios = jnp.where(finite[:, :, None], ratios_of(groups, scales[:, :, None], field), 0)
     codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)

@@ -148,6 +148,16 @@ def divide(values, by):
     return from_bits(bits_of(quotient + remainder * inverse) & ~SIGN | sign)
 
 
+def limit_of(field: Field, global_scale: float) -> float:
+    """Magnitude from which values are coded alike at the latest: of small scales of a layer far below fp32's own limit.
+
+    Quotients of larger ones by such a scale are beyond fp32, where ``divide`` has no remainder to correct them by.
+    """
+    if field.rule != "e4m3" or global_scale == 1:
+        return field.limit
+    return min(field.limit, 4 * CODES["e4m3"].largest * field.element.largest * global_scale)
+
+
 def _halves(values):
     """Values = high + low exactly, 12 significant bits each."""
     high = from_bits(bits_of(values) & np.uint32(0xFFFFF000))

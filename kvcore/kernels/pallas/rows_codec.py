@@ -190,12 +190,13 @@ def _encoded(region: Region, field: Field, values, start: int, global_scale: flo
             good = codes.of_bits(jnp.where(magnitude >= codes.INFINITY, 0, magnitude))
             amax = jnp.maximum(amax, jnp.max(good, axis=1, keepdims=True))
         finite = faulty == 0
-        limit = np.float32(field.limit)
-        amax = jnp.minimum(jnp.maximum(jnp.where(finite, amax, 0), np.float32(region.format.amax_floor)), limit)
+        limit = arithmetic.limit_of(field, global_scale)
+        amax = jnp.maximum(jnp.where(finite, amax, 0), np.float32(region.format.amax_floor))
+        amax = jnp.minimum(amax, np.float32(limit))
         scales, bits = _scale_of(amax, field, region.format, global_scale)
         for line in touched:
             by = jnp.broadcast_to(scales, channels[line].shape)
-            clamped = arithmetic.clamp(channels[line], field.limit)
+            clamped = arithmetic.clamp(channels[line], limit)
             if field.rule == "pow2":
                 exponent = arithmetic.bits_of(by) >> 23
                 quotient = arithmetic.over_power(clamped, exponent)
