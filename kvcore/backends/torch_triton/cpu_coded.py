@@ -213,10 +213,10 @@ def _side(pools: Any, region: Any) -> Side:
         arrays.append(pool)
         where = pool.data_ptr() + place.base, pool.stride(0), row * place.stride, head * place.stride
         numbers[place.field] = where
-    return _told(region.format, region.tokens, numbers, pools, tuple(arrays))
+    return _side_at(region.format, region.tokens, numbers, pools, tuple(arrays))
 
 
-def _told(format: Format, tokens: int, numbers: dict[str, Any], pools: Any, arrays: tuple[Any, ...]) -> Side:
+def _side_at(format: Format, tokens: int, numbers: dict[str, Any], pools: Any, arrays: tuple[Any, ...]) -> Side:
     """A side whose fields are found by these numbers: address, then steps from a unit, a row and a head to the next."""
     (field,) = (field for field in format.fields if field.is_value)
     four = levels(field.code, "cpu") if field.code in FOUR_BITS else None
@@ -316,7 +316,7 @@ def _drawn(random: np.random.Generator, name: str, tokens: int, shape: tuple[int
         values = values.reshape(-1, heads, dim, tokens).transpose(1, 0, 3, 2)
     else:
         values = values.reshape(-1, heads, tokens, dim).transpose(1, 0, 2, 3)
-    return _told(format, tokens, numbers, stored, (stored,)), values.reshape(shape)
+    return _side_at(format, tokens, numbers, stored, (stored,)), values.reshape(shape)
 
 
 native = Native(_right, "attend")

@@ -309,8 +309,8 @@ TABLE = {
             "a group with NaN looks finite",
         ),
         (
-            "np.float32(format.amax_floor), np.float32(field.limit))",
-            "np.float32(0), np.float32(field.limit))",
+            "jnp.where(finite, amax, 0), np.float32(format.amax_floor))",
+            "jnp.where(finite, amax, 0), np.float32(0))",
             "a group of zeros has scale 0",
         ),
         (
