@@ -215,6 +215,23 @@ def test_latent_rows_in_four_bits():
     assert cache.digest([again]) == cache.digest([request])
 
 
+def written_alike(spec, cache, request, *, dim, layer):
+    """A step of one token writes rows that it reads: attention is that of a cache of the library's own.
+
+    That cache, its request, and the rows that both layers got [2, 1, 2, dim].
+    """
+    own = kvcore.create_cache(spec, backend="torch_triton", max_requests=1, max_tokens=512)
+    same = own.import_request(cache.export_request(request))
+    rows, queries, found = torch.randn(2, 1, 2, dim), torch.randn(1, 4, dim), []
+    for where, one in ((cache, request), (own, same)):
+        with where.step({one: 1}) as step:
+            for number in range(2):
+                step.layer(number).append_kv(*rows)
+            found.append(step.layer(layer).attend(queries).out)
+    assert torch.equal(*found)
+    return own, same, rows
+
+
 def test_scales_of_pages_of_128_tokens_lie_in_chunks():
     page, length = 128, 300
     where = {"size": 5 * page, "page_size": page, "head_num": 2, "head_dim": 128, "enable_alt_stream": False, **COMMON}
@@ -245,17 +262,7 @@ def test_scales_of_pages_of_128_tokens_lie_in_chunks():
     assert cache.digest([again]) == cache.digest([request])
     for layer in range(2):
         assert all(torch.equal(*pair) for pair in zip(theirs(layer, slots), theirs(layer, others), strict=True))
-    # A step writes rows that it reads, and attends to them as a cache of the library's own does.
-    own = kvcore.create_cache(spec, backend="torch_triton", max_requests=1, max_tokens=512)
-    same = own.import_request(cache.export_request(request))
-    rows, queries = torch.randn(2, 1, 2, 128), torch.randn(1, 4, 128)
-    found = []
-    for where_, one in ((cache, request), (own, same)):
-        with where_.step({one: 1}) as step:
-            for layer in range(2):
-                step.layer(layer).append_kv(*rows)
-            found.append(step.layer(1).attend(queries).out)
-    assert torch.equal(*found)
+    own, same, rows = written_alike(spec, cache, request, dim=128, layer=1)
     slot = torch.tensor([3 * page + length - 2 * page])
     for stored, given in zip(theirs(0, slot), rows, strict=True):
         assert (stored - given).abs().max() < given.abs().max() * 0.07
@@ -336,16 +343,7 @@ def test_codes_whose_layers_have_scales_too(native, monkeypatch):
     for layer in range(2):
         for part in range(2):
             assert torch.equal(theirs(part, layer, slots), theirs(part, layer, others))
-    # A step writes rows that it reads, and attends to them as a cache of the library's own does.
-    own = kvcore.create_cache(spec, backend="torch_triton", max_requests=1, max_tokens=512)
-    same = own.import_request(cache.export_request(request))
-    rows, queries, found = torch.randn(2, 1, 2, 64), torch.randn(1, 4, 64), []
-    for where, one in ((cache, request), (own, same)):
-        with where.step({one: 1}) as step:
-            for layer in range(2):
-                step.layer(layer).append_kv(*rows)
-            found.append(step.layer(0).attend(queries).out)
-    assert torch.equal(*found)
+    own, same, rows = written_alike(spec, cache, request, dim=64, layer=0)
     assert cache.digest([request]) == own.digest([same])
     at = torch.tensor([3 * PAGE + TOKENS - 2 * PAGE])
     for part, given in enumerate(rows):

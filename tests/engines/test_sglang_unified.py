@@ -80,14 +80,11 @@ def built(kind):
     return pool, allocator
 
 
-@pytest.mark.parametrize("kind", ["UnifiedMHATokenToKVPool", "UnifiedMLATokenToKVPool"])
-def test_requests_stay_theirs_while_the_pool_is_compacted(kind):
-    pool, allocator = built(kind)
-    spec = sglang.spec_from(pool)
-    tensors, descriptor, maps = unified_from(pool, allocator)
-    cache = kvcore.adopt(spec, tensors, layout=descriptor, maps=maps, max_requests=3)
-    own = kvcore.create_cache(spec, backend="reference", max_requests=3, max_tokens=512)
-    # Its allocator hands pages out: in turns, so that a request that goes leaves holes.
+def told(cache, own, allocator):
+    """Three requests in both caches, 37 tokens each: (slots, pages, requests, those of ``own``).
+
+    The allocator hands pages out in turns, so that a request that goes leaves holes.
+    """
     slots = [allocator.alloc(PAGE) for _ in range(9)]
     pages = [int(some[0]) // PAGE for some in slots]
     requests = [cache.admit(blocks=pages[first::3]) for first in range(3)]
@@ -95,6 +92,17 @@ def test_requests_stay_theirs_while_the_pool_is_compacted(kind):
     for where, some in ((cache, requests), (own, others)):
         stories.tell(where, {one: TOKENS[10 * n : 10 * n + 37] for n, one in enumerate(some)})
     assert cache.digest(requests) == own.digest(others)
+    return slots, pages, requests, others
+
+
+@pytest.mark.parametrize("kind", ["UnifiedMHATokenToKVPool", "UnifiedMLATokenToKVPool"])
+def test_requests_stay_theirs_while_the_pool_is_compacted(kind):
+    pool, allocator = built(kind)
+    spec = sglang.spec_from(pool)
+    tensors, descriptor, maps = unified_from(pool, allocator)
+    cache = kvcore.adopt(spec, tensors, layout=descriptor, maps=maps, max_requests=3)
+    own = kvcore.create_cache(spec, backend="reference", max_requests=3, max_tokens=512)
+    slots, pages, requests, others = told(cache, own, allocator)
     # The first goes: the last pages that are held come down into the places that it leaves.
     cache.release(requests[0])
     before = allocator.virtual_to_physical.clone()
@@ -143,13 +151,7 @@ def test_windows_have_pages_of_their_own_that_move():
     tensors, descriptor, maps = unified_from(pool, allocator, spec)
     cache = kvcore.adopt(spec, tensors, layout=descriptor, maps=maps, max_requests=3)
     own = kvcore.create_cache(spec, backend="torch_triton", max_requests=3, max_tokens=512)
-    slots = [allocator.alloc(PAGE) for _ in range(9)]
-    pages = [int(some[0]) // PAGE for some in slots]
-    requests = [cache.admit(blocks=pages[first::3]) for first in range(3)]
-    others = [own.admit() for _ in requests]
-    for where, some in ((cache, requests), (own, others)):
-        stories.tell(where, {one: TOKENS[10 * n : 10 * n + 37] for n, one in enumerate(some)})
-    assert cache.digest(requests) == own.digest(others)
+    slots, pages, requests, others = told(cache, own, allocator)
     # What is behind the second's window goes back alone, and the first request: pages of both kinds move.
     cache.release(requests[0])
     before = [table.clone() for table in maps.values()]

@@ -196,6 +196,19 @@ def test_pools_without_a_mapping_are_refused_by_name():
         mapped_from(SimpleNamespace(), spec)
 
 
+def fill(pool, states):
+    """Random rows in all that a ``DeepSeekV4TokenToKVPool`` holds, and in pools of states, of which some are None."""
+    for held in (pool.swa_kv_pool, *pool.kv_pools.values()):
+        for tensor in held.kv_buffer:
+            random(tensor)
+    for held in pool.index_pools.values():
+        for tensor in held.index_k_with_scale_buffer:
+            random(tensor)
+    for held in states:
+        if held is not None:
+            held.kv_score_buffer.kv_score.normal_()
+
+
 def deepseek(monkeypatch, *, online):
     """A ``DeepSeekV4TokenToKVPool`` as its own methods allot its parts, for a page of 256 tokens."""
     monkeypatch.setattr(latent, "ONLINE_C128", online)
@@ -226,15 +239,7 @@ def deepseek(monkeypatch, *, online):
     )
     pool._init_compressed_layer_mapping()
     pool._init_paged_compress_states(False)
-    for held in (pool.swa_kv_pool, *pool.kv_pools.values()):
-        for tensor in held.kv_buffer:
-            random(tensor)
-    for held in pool.index_pools.values():
-        for tensor in held.index_k_with_scale_buffer:
-            random(tensor)
-    for held in (*pool.compress_state_pools, *pool.indexer_compress_state_pools):
-        if held is not None:
-            held.kv_score_buffer.kv_score.normal_()
+    fill(pool, (*pool.compress_state_pools, *pool.indexer_compress_state_pools))
     return Owner(pool, page, 12 * page, 8 * page)
 
 
@@ -261,15 +266,7 @@ def deepseek_v41(monkeypatch, layout, keys=64):
     )
     pool._init_compressed_layer_mapping()
     pool._init_paged_compress_states(False)
-    for held in (pool.swa_kv_pool, *pool.kv_pools.values()):
-        for tensor in held.kv_buffer:
-            random(tensor)
-    for held in pool.index_pools.values():
-        for tensor in held.index_k_with_scale_buffer:
-            random(tensor)
-    for held in pool.compress_state_pools:
-        if held is not None:
-            held.kv_score_buffer.kv_score.normal_()
+    fill(pool, pool.compress_state_pools)
     return Owner(pool, page, 12 * page, 8 * page)
 
 

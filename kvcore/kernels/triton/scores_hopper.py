@@ -298,6 +298,14 @@ def score_run(
             gl.store(queries[each][2] + column, gl.full([64], float("-inf"), gl.float32, row), mask=column < ends[each])
 
 
+@gluon.jit
+def seen_by(token, request_ptr, positions_ptr, columns, RATIO: gl.constexpr):
+    """(a token's request, and how many of the first ``columns`` entries it sees); 0 and none where it is nobody's."""
+    request = gl.load(request_ptr + token)
+    position = gl.where(request >= 0, gl.load(positions_ptr + token), -1)
+    return gl.maximum(request, 0), gl.minimum((position + 1) // RATIO, columns)
+
+
 @gluon.jit(do_not_specialize=["tokens", "columns", "table_columns", "tiles", "low", "high"])
 def hopper_scores_kernel(
     out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, positions_ptr, request_ptr, table_ptr,
@@ -390,10 +398,7 @@ def hopper_codes_kernel(
     L: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     token = gl.program_id(0) % tokens
     run = gl.program_id(0) // tokens * (64 * tiles)
-    request = gl.load(request_ptr + token)
-    position = gl.where(request >= 0, gl.load(positions_ptr + token), -1)
-    request = gl.maximum(request, 0)
-    visible = gl.minimum((position + 1) // RATIO, columns)
+    request, visible = seen_by(token, request_ptr, positions_ptr, columns, RATIO)
     last = gl.minimum(visible, run + 64 * tiles)
     some = gl.maximum(gl.cdiv(last - run, 64), 0)
     codes = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], gl.NVMMASharedLayout(128, 8, 2))
@@ -455,9 +460,7 @@ def hopper_seen_scores_kernel(
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     token = gl.program_id(0) % tokens
     part, parts = gl.program_id(0) // tokens, gl.num_programs(0) // tokens
-    request = gl.load(request_ptr + token)
-    position = gl.where(request >= 0, gl.load(positions_ptr + token), -1)
-    seen = gl.minimum((position + 1) // RATIO, columns)
+    request, seen = seen_by(token, request_ptr, positions_ptr, columns, RATIO)
     seen = gl.where(seen <= line, seen, -1)
     if part == 0:
         gl.store(counts_ptr + token, seen)
@@ -465,7 +468,7 @@ def hopper_seen_scores_kernel(
     tiles = gl.cdiv(tiles, gl.maximum(gl.minimum(parts, tiles // fewest), 1))
     run = part * (64 * tiles)
     if run < seen:
-        request, last = gl.maximum(request, 0), gl.minimum(seen, run + 64 * tiles)
+        last = gl.minimum(seen, run + 64 * tiles)
         q, weight = load_queries(token, q_ptr, weights_ptr, heads, M, HEADS)
         begun = begin_run(request, last, run, codes_ptr, scales_ptr, table_ptr, table_columns, R, TAKEN, WHOLE)
         held, weight = held_queries(q, weight, M, HEADS, TAKEN)

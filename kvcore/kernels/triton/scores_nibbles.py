@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvcore.kernels.triton.attend_codes import barrier
-from kvcore.kernels.triton.scores_hopper import LARGEST, unit_of
+from kvcore.kernels.triton.scores_hopper import LARGEST, seen_by, unit_of
 
 PART = gl.constexpr(27)
 """Powers of two, from the largest scale of a key down, under which all of e2m1 is in e5m2."""
@@ -139,10 +139,7 @@ def hopper_nibbles_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     token = gl.program_id(0) % tokens
     run = gl.program_id(0) // tokens * (64 * tiles)
-    request = gl.load(request_ptr + token)
-    position = gl.where(request >= 0, gl.load(positions_ptr + token), -1)
-    request = gl.maximum(request, 0)
-    visible = gl.minimum((position + 1) // RATIO, columns)
+    request, visible = seen_by(token, request_ptr, positions_ptr, columns, RATIO)
     last = gl.minimum(visible, run + 64 * tiles)
     some = gl.maximum(gl.cdiv(last - run, 64), 0)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, L))
