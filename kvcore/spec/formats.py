@@ -372,11 +372,11 @@ def _int4(name: str, group: int, tokens: int = 1) -> Format:
     )
 
 
-def _grouped(name: str, code: str, group: int, scale: str, rule: str, **floors: Any) -> Format:
-    """Channels in groups, each with a scale that lies behind all codes."""
+def _grouped(name: str, code: str, group: int, scale: str, rule: str, **more: Any) -> Format:
+    """Channels in groups, each with a scale that lies behind all codes; ``more``: of the format."""
     fields = _codes(None, code, group, scale, rule), _scales(None, scale)
     planes = ("codes",), ("scales",)
-    return Format(name=name, fields=fields, planes=planes, **floors)
+    return Format(name=name, fields=fields, planes=planes, **more)
 
 
 def _per_token_head(name: str, code: str) -> Format:

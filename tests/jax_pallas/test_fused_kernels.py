@@ -31,6 +31,7 @@ from tests.jax_pallas import whole_step
 
 UNITS, ROWS = 3, 8
 GLOBAL_SCALE = 0.37
+SMALL_SCALE = 1e-20  # by which large values are beyond fp32
 PER_HEAD = ("int8_per_token_head", "fp8_per_token_head")
 OUTSIDE = (
     "fp16",
@@ -89,9 +90,16 @@ def canonical(one: Region, pools: list[np.ndarray]) -> np.ndarray:
     return found.reshape(UNITS * ROWS, -1)
 
 
-@pytest.mark.parametrize("name", IN_KERNELS)
-def test_rows_are_encoded_into_place_and_decoded_out_of_it(name: str, rng: np.random.Generator) -> None:
-    one, scale = region(name), GLOBAL_SCALE if FORMATS[name].global_scaled else 1.0
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        (name, scale)
+        for name in IN_KERNELS
+        for scale in ((GLOBAL_SCALE, SMALL_SCALE) if FORMATS[name].global_scaled else (1.0,))
+    ],
+)
+def test_rows_are_encoded_into_place_and_decoded_out_of_it(name: str, scale: float, rng: np.random.Generator) -> None:
+    one = region(name)
     assert rows_codec.supports(one)
     pools = noise(one)
     before = canonical(one, pools)
@@ -100,7 +108,7 @@ def test_rows_are_encoded_into_place_and_decoded_out_of_it(name: str, rng: np.ra
     unit[4] = -1
     values = rng.standard_normal((11, one.format.dim)).astype(np.float32)
     values *= np.exp(rng.uniform(-12, 8, (11, 1))).astype(np.float32)
-    values[0, 5], values[1, -1], values[2], values[3, ::2] = np.inf, np.nan, 0, -0.0
+    values[0, 5], values[1, -1], values[2], values[3, ::2], values[5, ::3] = np.inf, np.nan, 0, -0.0, -3e38
     with np.errstate(all="ignore"):
         wanted = np.asarray(reference.encode(name, values, scale))
         decoded = np.asarray(reference.decode(name, wanted, one.format.dim, scale)).astype(np.float32)
