@@ -22,9 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.kernels.pallas import compact, softmax
-from kvcore.kernels.pallas.attend_kv import HALVES, LOG2E, TERMS
-from kvcore.kernels.pallas.codes import int_bits, of_bits
+from kvcore.kernels.pallas import compact, softmax, walks
+from kvcore.kernels.pallas.attend_kv import TERMS
+from kvcore.kernels.pallas.codes import both_halves, int_bits, of_bits
+from kvcore.kernels.pallas.compact import HALVES
+from kvcore.kernels.pallas.softmax import LOG2E
 from kvcore.kernels.pallas.walks import BLOCK_BYTES
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES, WORDS
@@ -76,11 +78,6 @@ class Groups(NamedTuple):
     def groups(self) -> int:
         """Of a set, and blocks of a line."""
         return LANES // self.lanes
-
-    @property
-    def tiles(self) -> int:
-        """Words of a lane that a head's codes of a group are."""
-        return self.keys.tokens // self.groups
 
     @property
     def sets(self) -> int:
@@ -290,9 +287,19 @@ def reordered(values, order: np.ndarray):
     By a product, since XLA gathers lanes by way of arrays that are sixteen times as large.
     """
     ones = jnp.asarray(np.arange(LANES)[:, None] == order[None], jnp.float32)
-    finite = jnp.abs(values) < jnp.inf
-    faults = softmax.product(jnp.where(finite, 0.0, 1.0), ones, contract=0)
-    return jnp.where(faults > 0, np.float32(np.nan), softmax.product(jnp.where(finite, values, 0), ones, contract=0))
+    fault = faults(values)
+    moved = softmax.product(jnp.where(fault > 0, 0, values), ones, contract=0)
+    return jnp.where(softmax.product(fault, ones, contract=0) > 0, np.float32(np.nan), moved)
+
+
+def faults(values):
+    """1 where a value is no finite number, 0 elsewhere, in fp32."""
+    return jnp.where(jnp.abs(values) < jnp.inf, 0.0, 1.0)
+
+
+def chosen(number, several: list):
+    """Of several arrays in every place that which ``number`` names there."""
+    return functools.reduce(lambda one, n: jnp.where(number == n, several[n], one), range(1, len(several)), several[0])
 
 
 def _attend(units, firsts, lasts, scale, *refs, by, count: int, fold, interpret: bool):
@@ -301,59 +308,18 @@ def _attend(units, firsts, lasts, scale, *refs, by, count: int, fold, interpret:
     pools, (out, lse, largest, total, turn, arrived, *held) = refs[: len(buffers)], refs[len(buffers) :]
     weighted = out.at[0]
     state = largest, total, weighted
-    token, tokens = pl.program_id(0), pl.num_programs(0)
     every = units.shape[0] // firsts.shape[0] // by.count
     rows = by.count * by.keys.rows * by.keys.tokens
 
     def each(chunk, half, act) -> None:
-        def one(number, _):
-            unit = units[chunk * by.count + number]
+        walks.copy_blocks(pools, held, arrived, units, by.count, chunk, half, act, unroll=not interpret)
 
-            @pl.when(unit >= 0)
-            def _():
-                for pool, mine in zip(pools, held, strict=True):
-                    size = pool.shape[1]
-                    target = mine.at[half, pl.ds(number * size, size)]
-                    act(pltpu.make_async_copy(pool.at[unit], target, arrived.at[half]))
-
-            return _
-
-        lax.fori_loop(0, by.count, one, None, unroll=not interpret)
-
-    def chunks(token):
-        begin = jnp.minimum(lax.div(jnp.maximum(firsts[token], 0), jnp.int32(rows)), every - 1)
-        return begin, jnp.maximum(lax.div(lasts[token], jnp.int32(rows)) + 1, begin + 1)
-
-    def start(token, chunk, half):
-        each(token * every + chunk, half, lambda copy: copy.start())
-
-    begin, end = chunks(token)
-
-    @pl.when(token == 0)
-    def _():
-        turn[0] = 0
-        start(0, begin, 0)
-
-    def walk(chunk, _):
-        half = lax.rem(turn[0], HALVES)
-        turn[0] += 1
-        more = chunk + 1 < end
-        after = jnp.minimum(token + 1, tokens - 1)
-
-        @pl.when(more | (token + 1 < tokens))
-        def _():
-            start(jnp.where(more, token, after), jnp.where(more, chunk + 1, chunks(after)[0]), 1 - half)
-
-        each(token * every + chunk, half, lambda copy: copy.wait())
-        seen = firsts[token] - chunk * rows, lasts[token] - chunk * rows
+    def take(half, *seen) -> None:
         fold(by, (held, half, interpret), seen, scale[0], inputs, state)
-        return _
 
     softmax.clear(*state)
-    lax.fori_loop(begin, end, walk, None)
-    sums = total[...]
-    lse[0] = jnp.where(sums == 0, -jnp.inf, largest[...] * np.float32(1 / LOG2E) + jnp.log(sums))
-    shrink = 1 / jnp.where(sums == 0, 1, sums)
+    walks.over_chunks(firsts, lasts, turn, every, rows, each, take)
+    lse[0], shrink = softmax.of_powers(largest, total)
     for plane in range(2):
         some = slice(LANES * plane, LANES * (plane + 1))
         weighted[:, some] = weighted[:, some] * shrink
@@ -397,13 +363,7 @@ def _fold(by: Groups, chunk, seen, scale, inputs, state) -> None:
     # Twice a block's lane, and every group is as many positions as it has lanes twice.
     position = 2 * lane + odd
     logits = jnp.where((position >= seen[0]) & (position <= seen[1]), logits, -jnp.inf)
-    before = largest[:, :1]
-    higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-    base = jnp.where(higher == -jnp.inf, 0, higher)
-    weights = jnp.exp2(logits - base)
-    kept = jnp.exp2(before - base)
-    largest[...] = jnp.broadcast_to(higher, largest.shape)
-    total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True)
+    kept, weights = softmax.weigh_logits(logits, None, largest, total, power=jnp.exp2)
     for number, added in enumerate(_weighted(by, views, weights, beside)):
         some = slice(2 * by.asked * number, 2 * by.asked * (number + 1))
         weighted[some] = weighted[some] * kept[some] + added
@@ -474,13 +434,7 @@ def _own(by: Groups, products):
     number = lax.shift_right_logical(group, several - 1)
     for half in range(2):
         several_groups = parts(products[:, LANES * half : LANES * (half + 1)], by.groups // several)
-        found.append(
-            functools.reduce(
-                lambda one, n: jnp.where(number == n, several_groups[n], one),
-                range(1, len(several_groups)),
-                several_groups[0],
-            )
-        )
+        found.append(chosen(number, several_groups))
     even, odd = found
     if several == 1:
         return jnp.concatenate(found, axis=0)
@@ -494,7 +448,7 @@ def _own(by: Groups, products):
 def _spread(by: Groups, view, lines, of_keys):
     """Scales and offsets of keys [heads · groups · asked, 128] each, as queries are asked; NaN where one is none."""
     found = [_two(view(name)) for name in ("scales", "offsets")]
-    fault = functools.reduce(jnp.maximum, [jnp.where(jnp.abs(one) < jnp.inf, 0.0, 1.0) for one in found])
+    fault = functools.reduce(jnp.maximum, map(faults, found))
     fault = jnp.max(fault, axis=1, keepdims=True) > 0
     scales, offsets = (jnp.where(fault, other, one) for one, other in zip(found, (MARK, np.float32(0)), strict=True))
     both = compact.dot(jnp.concatenate([scales, offsets], axis=0).astype(jnp.bfloat16), lines[...], contract=0)
@@ -529,17 +483,16 @@ def _weighted(by: Groups, views, weights, beside):
         right = jnp.concatenate([one[head] for one in codes], axis=0)
         products = added(compact.dot(jnp.concatenate(left, axis=0), right, contract=0), by.terms[1])
         sums = [one + more[head] for one, more in zip(parts(products, by.apart), constants, strict=True)]
-        yield functools.reduce(lambda one, n: jnp.where(part == n, sums[n], one), range(1, by.apart), sums[0])
+        yield chosen(part, sums)
 
 
 def _beside(by: Groups, view, alike, of_values) -> list:
     """Of every group of channels (scales, offsets) of values [rows, 128], a lane a token as weights have them."""
     words = view("words")
-    halves = [of_bits(words << 16), of_bits(words & np.int32(-0x10000))]
     lane = lax.broadcasted_iota(jnp.int32, words.shape, 1)
     held = []
-    for one in halves:
-        fault = jnp.where(jnp.abs(one) < jnp.inf, 0.0, 1.0)
+    for one in both_halves(words):
+        fault = faults(one)
         fault = jnp.maximum(fault, pltpu.roll(fault, LANES // 2, 1)) > 0
         held.append(jnp.where(fault, jnp.where(lane < LANES // 2, MARK, np.float32(0)), one))
     moved = compact.dot(jnp.concatenate(held, axis=0).astype(jnp.bfloat16), alike[...], contract=0)
@@ -549,7 +502,7 @@ def _beside(by: Groups, view, alike, of_values) -> list:
     numbers = []
     for number in range(2 * pairs):
         both = jnp.concatenate(blocks[2 * number : 2 * number + 2], axis=0)
-        numbers += [of_bits(both << 16), of_bits(both & np.int32(-0x10000))]
+        numbers += both_halves(both)
     spread = compact.dot(of_values[...], jnp.concatenate(numbers, axis=1).astype(jnp.bfloat16), contract=0)
     found = [spread[:, first : first + LANES] for first in range(0, spread.shape[1], LANES)]
     return list(zip(found[: by.apart], found[by.apart :], strict=True))

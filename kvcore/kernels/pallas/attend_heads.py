@@ -18,7 +18,7 @@ from kvcore.kernels.pallas import attend_groups, block_lines, compact, softmax
 from kvcore.kernels.pallas.attend_groups import CODES, FEW, MARK
 from kvcore.kernels.pallas.attend_kv import TERMS
 from kvcore.kernels.pallas.block_lines import Lie
-from kvcore.kernels.pallas.codes import of_bits
+from kvcore.kernels.pallas.codes import both_halves
 from kvcore.kernels.pallas.walks import BLOCK_BYTES
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES, WORDS
@@ -58,11 +58,6 @@ class Heads(NamedTuple):
     def rows(self) -> int:
         """Rows of queries: of every head."""
         return HEADS * self.asked
-
-    @property
-    def wide(self) -> int:
-        """Lanes of an output: even channels and odd ones, of two heads each."""
-        return 2 * LANES
 
     @property
     def held(self) -> int:
@@ -120,9 +115,7 @@ def attend_heads(
     out = attend_groups.reordered(out, np.arange(LANES).reshape(2, HALF).T.reshape(-1))
     lse = lse.reshape(tokens, HEADS, few)[:, :, : heads // HEADS]
     out, lse = out.reshape(tokens, heads, LANES), lse.reshape(tokens, heads)
-    if sink is not None:
-        out = out / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse))[..., None]
-    return out, lse
+    return softmax.with_sink(out, lse, sink), lse
 
 
 def _asked(by: Heads, q):
@@ -185,13 +178,7 @@ def _fold(by: Heads, chunk, seen, scale, inputs, state) -> None:
         line - within + (within & LANES - 1) * by.tokens + lax.shift_right_logical(within, LANES.bit_length() - 1)
     )
     logits = jnp.where((position >= seen[0]) & (position <= seen[1]), logits, -jnp.inf)
-    before = largest[:, :1]
-    higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-    base = jnp.where(higher == -jnp.inf, 0, higher)
-    weights = jnp.exp2(logits - base)
-    kept = jnp.exp2(before - base)
-    largest[...] = jnp.broadcast_to(higher, largest.shape)
-    total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True)
+    kept, weights = softmax.weigh_logits(logits, None, largest, total, power=jnp.exp2)
     rows, every = 2 * by.asked, by.tokens * LANES
     codes = [_codes(by, functools.partial(codes_of, 1, number)) for number in sets]
     lane = lax.broadcasted_iota(jnp.int32, (rows, 2 * LANES), 1) & HALF - 1
@@ -220,10 +207,7 @@ def _fold(by: Heads, chunk, seen, scale, inputs, state) -> None:
                 attend_groups.parts(attend_groups.added(products, by.terms), by.apart), added, strict=True
             )
         ]
-        found = functools.reduce(
-            lambda one, n, found=found: jnp.where(part == n, found[n], one), range(1, by.apart), found[0]
-        )
-        weighted[some] = weighted[some] * kept[some] + found
+        weighted[some] = weighted[some] * kept[some] + attend_groups.chosen(part, found)
 
 
 def _logits(by: Heads, codes, beside, q, sums):
@@ -273,8 +257,8 @@ def _beside(by: Heads, words, spreads):
     lane = lax.broadcasted_iota(jnp.int32, words.shape, 1) & by.apart - 1
     half = by.apart // 2
     numbers: list[list] = [[None] * by.apart, [None] * by.apart]
-    for upper, one in enumerate((of_bits(words << 16), of_bits(words & np.int32(-0x10000)))):
-        fault = jnp.where(jnp.abs(one) < jnp.inf, 0.0, 1.0)
+    for upper, one in enumerate(both_halves(words)):
+        fault = attend_groups.faults(one)
         # An offset that is none is its scale's fault, too.
         theirs = jnp.where(lane < half, pltpu.roll(fault, LANES - half, 1), 0.0)
         fault = jnp.maximum(fault, theirs) > 0

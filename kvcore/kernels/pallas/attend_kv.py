@@ -12,7 +12,6 @@ several, powers of two each multiply their codes, and others what their group of
 
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -24,15 +23,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.kernels.pallas import block_lines, compact, softmax, walks
 from kvcore.kernels.pallas.block_lines import Lie
+from kvcore.kernels.pallas.compact import HALVES
 from kvcore.kernels.pallas.lines import buffers_of
+from kvcore.kernels.pallas.softmax import LOG2E
 from kvcore.kernels.pallas.walks import Walk
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES, TILE_BYTES
 
-HALVES = 2
 TERMS = 3
 """bf16 numbers that an fp32 number is the sum of."""
-LOG2E = math.log2(math.e)
 
 
 def attend_kv(
@@ -192,9 +191,7 @@ def _finished(by: Walk, out, lse, copies, heads: int, sink):
         lse = jnp.where(total == 0, -jnp.inf, jnp.log(total) + most[:, 0])
     else:
         found, lse = every[:, 0], lse[:, 0]
-    if sink is not None:
-        found = found / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse))[..., None]
-    return found, lse
+    return softmax.with_sink(found, lse, sink), lse
 
 
 def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: int, interpret: bool):
@@ -214,26 +211,12 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
         pools, held = pools[size:], held[size + 1 :]
     weighted = out.at[0]
     state = largest, total, weighted
-    token, tokens = pl.program_id(0), pl.num_programs(0)
     every = units.shape[0] // firsts.shape[0] // by.count
     rows = by.count * by.regions[0].rows
 
-    def chunks(token):
-        begin = jnp.minimum(lax.div(jnp.maximum(firsts[token], 0), jnp.int32(rows)), every - 1)
-        return begin, jnp.maximum(lax.div(lasts[token], jnp.int32(rows)) + 1, begin + 1)
-
-    def start(token, chunk, half):
+    def each(chunk, half, act):
         for side in sides:
-            side.each(token * every + chunk, half, lambda copy: copy.start())
-
-    begin, end = chunks(token)
-
-    @pl.when(token == 0)
-    def _():
-        # What was never written is no number, maybe, and 0 times that is none.
-        sides[1].clear()
-        turn[0] = 0
-        start(0, begin, 0)
+            side.each(chunk, half, act)
 
     fold, carefully = (
         functools.partial(
@@ -244,25 +227,13 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
         for n, way in enumerate(ways)
     )  # fmt: skip
 
-    def walk(chunk, _):
-        half = lax.rem(turn[0], HALVES)
-        turn[0] += 1
-        more = chunk + 1 < end
-        after = jnp.minimum(token + 1, tokens - 1)
-
-        @pl.when(more | (token + 1 < tokens))
-        def _():
-            start(jnp.where(more, token, after), jnp.where(more, chunk + 1, chunks(after)[0]), 1 - half)
-
-        for side in sides:
-            side.each(token * every + chunk, half, lambda copy: copy.wait())
-        seen = firsts[token] - chunk * rows, lasts[token] - chunk * rows
+    def take(half, first, last):
         for piece in range(by.pieces):
-            fold(half, piece, *seen)
-        return _
+            fold(half, piece, first, last)
 
     softmax.clear(*state)
-    lax.fori_loop(begin, end, walk, None)
+    # What was never written is no number, maybe, and 0 times that is none.
+    begin, end = walks.over_chunks(firsts, lasts, turn, every, rows, each, take, prepare=sides[1].clear)
     faulty = jnp.max(jnp.where(jnp.abs(weighted[...]) < jnp.inf, 0.0, 1.0))
     faulty = jnp.maximum(faulty, jnp.max(jnp.where(total[...] < jnp.inf, 0.0, 1.0))).astype(jnp.int32)
 
@@ -271,21 +242,19 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
         # Some row is no number: again, each head's rows by themselves, in the half that nothing comes to.
         half = lax.rem(turn[0] + 1, HALVES)
         softmax.clear(*state)
+        token = pl.program_id(0)
 
         def again(chunk, _):
             for act in (lambda copy: copy.start(), lambda copy: copy.wait()):
-                for side in sides:
-                    side.each(token * every + chunk, half, act)
+                each(token * every + chunk, half, act)
             seen = firsts[token] - chunk * rows, lasts[token] - chunk * rows
             lax.fori_loop(0, ways[1].pieces, lambda piece, _: carefully(half, piece, *seen), None)
             return _
 
         lax.fori_loop(begin, end, again, None)
 
-    sums = total[...]
-    lse[0] = jnp.where(sums == 0, -jnp.inf, largest[...] * np.float32(1 / LOG2E) + jnp.log(sums))
-    shrink = 1 / jnp.where(sums == 0, 1, sums)
-    virtual = len(sums)
+    lse[0], shrink = softmax.of_powers(largest, total)
+    virtual = len(shrink)
     for number in range(weighted.shape[0] // virtual):
         some = slice(virtual * number, virtual * (number + 1))
         weighted[some] = weighted[some] * shrink
@@ -301,21 +270,8 @@ class _Side:
 
     def each(self, chunk, half, act) -> None:
         """``act`` on the copies of a chunk: of whole blocks, -1 left out."""
-        count = self._by.count
-
-        def one(number, _):
-            unit = self._units[chunk * count + number]
-
-            @pl.when(unit >= 0)
-            def _():
-                for pool, held in zip(self._pools, self._held, strict=True):
-                    tiles = held.shape[1] // count
-                    target = held.at[half, pl.ds(number * tiles, tiles)]
-                    act(pltpu.make_async_copy(pool.at[unit], target, self._arrived.at[half]))
-
-            return _
-
-        lax.fori_loop(0, count, one, None, unroll=count == 1)
+        count, mine = self._by.count, (self._pools, self._held, self._arrived)
+        walks.copy_blocks(*mine, self._units, count, chunk, half, act, unroll=count == 1)
 
     def clear(self) -> None:
         """Zeros where chunks come to."""
@@ -346,13 +302,7 @@ def _fold(
     logits = _logits(by, keys, half, piece, q, scale, moves[0], arrays[0], copies, heads, careful)
     exists = _exists(by, position, first - shift, last - shift, logits.shape)
     logits = jnp.where(exists, logits, -jnp.inf)
-    before = largest[:, :1]
-    higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-    base = jnp.where(higher == -jnp.inf, 0, higher)
-    weights = jnp.exp2(logits - base)
-    kept = jnp.exp2(before - base)
-    largest[...] = jnp.broadcast_to(higher, largest.shape)
-    total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True) * np.float32(1 / by.how[1].span)
+    kept, weights = softmax.weigh_logits(logits, None, largest, total, power=jnp.exp2, share=1 / by.how[1].span)
     _weigh(by, values, half, piece, weights, exists, kept, weighted, moves[1], arrays[1], copies, heads,
            (first - shift, last - shift) if careful else None)  # fmt: skip
 

@@ -24,6 +24,11 @@ def of_bits(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def both_halves(words):
+    """The two bf16 numbers of words, the lower half first, as fp32."""
+    return of_bits(words << 16), of_bits(words & np.int32(-0x10000))
+
+
 def to_bf16(values):
     """fp32 rounded to the nearest even bf16, as fp32; a NaN stays one."""
     bits = int_bits(values)

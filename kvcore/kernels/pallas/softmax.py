@@ -4,12 +4,17 @@ The state is the largest logit and the sum of weights, [H, 128] each, the same i
 [H, width].
 """
 
+import math
+
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.spec.layout import LANES
+
+LOG2E = math.log2(math.e)
 
 
 def state(heads: int, width: int) -> list:
@@ -44,17 +49,41 @@ def weigh(q, lines, exists, largest, total):
     return weigh_logits(logits, exists, largest, total)
 
 
-def weigh_logits(logits, exists, largest, total):
-    """The same for keys whose logits [H, n] are known."""
-    logits = jnp.where(exists, logits, -jnp.inf)
+def weigh_logits(logits, exists, largest, total, *, power=jnp.exp, share: float = 1.0):
+    """The same for keys whose logits [H, n] are known.
+
+    Args:
+        logits: in powers of what ``power`` raises.
+        exists: None where logits are -inf already of keys that are not there.
+        largest, total: of the state.
+        power: ``jnp.exp``, or ``jnp.exp2``.
+        share: of the weights that the sum counts.
+    """
+    if exists is not None:
+        logits = jnp.where(exists, logits, -jnp.inf)
     before = largest[:, :1]
     higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
     base = jnp.where(higher == -jnp.inf, 0, higher)
-    weights = jnp.where(exists, jnp.exp(logits - base), 0)
-    kept = jnp.exp(before - base)
+    weights = power(logits - base)
+    if exists is not None:
+        weights = jnp.where(exists, weights, 0)
+    kept = power(before - base)
     largest[...] = jnp.broadcast_to(higher, largest.shape)
-    total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True)
+    added = jnp.sum(weights, axis=1, keepdims=True)
+    total[...] = total[...] * kept + (added if share == 1 else added * np.float32(share))
     return kept, weights
+
+
+def of_powers(largest, total):
+    """Where logits are in powers of two: lse, and what weighted sums are multiplied by [H, 128] each."""
+    sums = total[...]
+    lse = jnp.where(sums == 0, -jnp.inf, largest[...] * np.float32(1 / LOG2E) + jnp.log(sums))
+    return lse, 1 / jnp.where(sums == 0, 1, sums)
+
+
+def with_sink(out, lse, sink):
+    """Out [T, H, d] of weights whose sum a sink [H] is part of, or None; lse [T, H] is without it."""
+    return out if sink is None else out / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse))[..., None]
 
 
 def add(weights, lines, kept, weighted) -> None:

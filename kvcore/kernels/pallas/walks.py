@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.kernels.pallas import block_lines
+from kvcore.kernels.pallas import block_lines, compact
 from kvcore.kernels.pallas.block_lines import Lie
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
@@ -179,3 +182,71 @@ def step_of(by: Walk) -> int:
     """Positions from 128 lines to the next 128, 0 where those are no whole number."""
     step, rest = divmod(LANES // by.how[0].span * by.how[0].slots, by.regions[0].heads)
     return 0 if rest or by.lines % LANES else step
+
+
+def over_chunks(firsts, lasts, turn, every: int, rows: int, each, take, prepare=lambda: None):
+    """A token's chunks, one after another; the next one, or the next token's first, comes while one is taken.
+
+    Args:
+        firsts, lasts: references to positions that each token sees.
+        turn: reference to the number of chunks so far.
+        every: chunks of a token's table.
+        rows: positions of a chunk.
+        each: (chunk of all tokens, half, act) -> None: ``act`` on its copies.
+        take: (half, first, last) -> None: a chunk that is there, and what is seen of it.
+        prepare: called before the first copy of all.
+
+    Returns:
+        The first chunk, and the one behind the last.
+    """
+    token, tokens = pl.program_id(0), pl.num_programs(0)
+
+    def chunks(token):
+        begin = jnp.minimum(lax.div(jnp.maximum(firsts[token], 0), jnp.int32(rows)), every - 1)
+        return begin, jnp.maximum(lax.div(lasts[token], jnp.int32(rows)) + 1, begin + 1)
+
+    def start(token, chunk, half):
+        each(token * every + chunk, half, lambda copy: copy.start())
+
+    begin, end = chunks(token)
+
+    @pl.when(token == 0)
+    def _():
+        prepare()
+        turn[0] = 0
+        start(0, begin, 0)
+
+    def walk(chunk, _):
+        half = lax.rem(turn[0], compact.HALVES)
+        turn[0] += 1
+        more = chunk + 1 < end
+        after = jnp.minimum(token + 1, tokens - 1)
+
+        @pl.when(more | (token + 1 < tokens))
+        def _():
+            start(jnp.where(more, token, after), jnp.where(more, chunk + 1, chunks(after)[0]), 1 - half)
+
+        each(token * every + chunk, half, lambda copy: copy.wait())
+        take(half, firsts[token] - chunk * rows, lasts[token] - chunk * rows)
+        return _
+
+    lax.fori_loop(begin, end, walk, None)
+    return begin, end
+
+
+def copy_blocks(pools, held, arrived, units, count: int, chunk, half, act, *, unroll: bool) -> None:
+    """``act`` on the copies of a chunk of ``count`` blocks from ``pools`` to ``held``: of whole blocks, -1 left out."""
+
+    def one(number, _):
+        unit = units[chunk * count + number]
+
+        @pl.when(unit >= 0)
+        def _():
+            for pool, mine in zip(pools, held, strict=True):
+                size = mine.shape[1] // count
+                target = mine.at[half, pl.ds(number * size, size)]
+                act(pltpu.make_async_copy(pool.at[unit], target, arrived.at[half]))
+
+        return _
+
+    lax.fori_loop(0, count, one, None, unroll=unroll)

@@ -425,8 +425,8 @@ PALLAS = {
     ],
     "softmax.py": [
         (
-            "    weights = jnp.where(exists, jnp.exp(logits - base), 0)\n",
-            "    weights = jnp.exp(logits - base)\n",
+            "        weights = jnp.where(exists, weights, 0)\n",
+            "        pass\n",
             "keys that do not exist weigh",
             "their logits are -inf and the base is finite, so their weight is 0 either way",
         ),
