@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvcore.adoption.descriptor import Descriptor, IndexMap, check, region_plan
-from kvcore.adoption.given import GivenManager
+from kvcore.adoption.given import GivenManager, no_such_slot
 from kvcore.adoption.maps import Index, read_maps
 from kvcore.adoption.memory import device_of, framework, tensors_of
 from kvcore.adoption.pages import Held, Pages, write
@@ -124,9 +124,9 @@ def adopt(
     chosen = choose_backend(wanted, device, Needs.of(spec))
     ops: Any = created(chosen, plan, device=device)
     # The owner allocated them, and what lies between a slot's rows is not the slot's.
-    slots = Slots(plan, stretches, named)
-    ops.allocate, ops.reset_slots, ops.copy_slots = (lambda: pools), slots.reset, slots.copy
     pages = Pages(plan, stretches, named, descriptor.maps_by_name, arrays)
+    slots = Slots(plan, stretches, named, pages.copy)
+    ops.allocate, ops.reset_slots, ops.copy_slots = (lambda: pools), slots.reset, slots.copy
     said = next((one for one in descriptor.maps or () if one.of == "block"), None)
     index = None if said is None else Index(said, arrays[said.name], plan.block_tokens, plan.blocks)
     manager = GivenManager(plan, pages, index, sealed=any(tensor.sealed for tensor in named.values()))
@@ -198,12 +198,12 @@ class AdoptedCache(Cache):
         if count is None or self.plan.blocks_for(count) > len(given):
             allowed = f"0 to {len(given) * self.plan.block_tokens}, what {len(given)} blocks hold"
             raise ShapeError(got=length, where="admit: length", allowed=allowed)
-        wanted = None if slot is None else check_count(ShapeError, "admit: slot", slot, 0)
+        wanted = self._slot(slot, "admit")
         salt = check_salt(salt, "admit: salt")
         held = self._manager.pages
         tables = held.read_tables(pages or {})
         owned = Held(tables, given, wanted)
-        held.check(owned, 0, count, "admit: pages")
+        held.check(owned, 0, count, "admit: pages", writes=False)
 
         def take(state: Any) -> Request:
             manager = self._manager
@@ -233,6 +233,24 @@ class AdoptedCache(Cache):
         more = self._blocks(blocks)
         tables = self._manager.pages.read_tables(pages or {})
         self.exclusive("give", lambda state: self._manager.give(state.manager.check(request), more, tables))
+
+    @verb("fork")
+    def fork(self, request: Request, *, slot: int | None = None) -> Request:
+        """As ``Cache.fork``; the rows of its rings are copied within the owner's memory, too.
+
+        Args:
+            slot: as for ``admit``: whose rings are the fork's.
+
+        Raises:
+            ShapeError: rings are looked up by slots, and none is given. OutOfSlots: no slot, or not that one.
+            OutOfBlocks: a map has no place of a ring. BackendError: nobody writes into the memory.
+        """
+        manager = self._manager
+        manager.wanted = self._slot(slot, "fork")
+        try:
+            return self._fork(request)
+        finally:
+            manager.wanted = None
 
     @verb("truncate")
     def truncate(self, request: Request, length: int) -> None:
@@ -294,6 +312,12 @@ class AdoptedCache(Cache):
                         allowed="what the owner reads there",
                         hint="The layout is another one of the same shape.",
                     )
+
+    def _slot(self, slot: int | None, where: str) -> int | None:
+        wanted = None if slot is None else check_count(ShapeError, f"{where}: slot", slot, 0)
+        if wanted is not None and wanted >= self.plan.slots:
+            raise no_such_slot(wanted, self.plan.slots)
+        return wanted
 
     def _blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
         found = tuple(-1 if (count := as_count(block)) is None else count for block in blocks)

@@ -91,15 +91,12 @@ class GivenManager(Manager):
         self._given_blocks = blocks
 
     def reserve(self, salt: str | None = None) -> tuple[Request, RequestState]:
-        """In the slot that is wanted, if one is."""
-        if self.wanted is not None:
-            held = {place.slot for place in self._places.values()}
-            if self.wanted in held or not 0 <= self.wanted < self.plan.slots:
-                raise OutOfSlots(
-                    got=f"slot {self.wanted}",
-                    where="admit: slot",
-                    allowed=f"one of {self.plan.slots} that no live request has",
-                )
+        """In the slot that is wanted, if one is; where rings are looked up by it, one has to be."""
+        if self.wanted is None:
+            self.pages.check_any_slot()
+        else:
+            if self.wanted in {place.slot for place in self._places.values()}:
+                raise no_such_slot(self.wanted, self.plan.slots)
             # All slots up to the wanted one become known ones, and it is the next.
             self._free_slots += range(self._unused_slot, self.wanted + 1)
             self._unused_slot = max(self._unused_slot, self.wanted + 1)
@@ -220,21 +217,30 @@ class GivenManager(Manager):
         known = request in self.given
         given = self.blocks_given(request) if known else self.coming
         numbers = self.numbers_given(request) if known else self.coming_numbers
-        self.pages.check(self.pages.held(request, numbers, place.slot), 0, taken.length, "import_request")
-        if self.pages.coming is None:
+        held, writes = self.pages.held(request, numbers, place.slot), self.pages.coming is None
+        self.pages.check(held, 0, taken.length, "import_request", writes=writes)
+        if writes:
             self.check_writable("import_request")
         coming = given[len(taken.blocks) :]
-        if self.pages.coming is None:
+        if writes:
             self._check_alone(request, coming[: self.plan.blocks_for(taken.length)], set(), "import_request")
         self._given_blocks.coming = list(coming)
         super().take_over(request, place, taken)
 
     def fork(self, source: RequestState) -> tuple[Request, RequestState]:
-        """See ``Manager``; both have the owner's numbers of their blocks."""
+        """See ``Manager``; both have the owner's numbers of their blocks, and each a ring of its own.
+
+        Raises:
+            OutOfBlocks: a map has no place of a ring. ShapeError: a place that cannot be.
+            BackendError: nobody writes into the memory that rings are in.
+        """
+        if self.wanted is not None and source.length:
+            self.pages.check_slots((source.slot, self.wanted), "fork")
+        if self.pages.rings:
+            self.check_writable("fork")
         request, place = super().fork(source)
-        if self.index is not None:
-            numbers = next(self.given.get(one, ()) for one, other in self._places.items() if other is source)
-            self.given[request] = numbers[: len(place.blocks)]
+        numbers = next(self.given.get(one, ()) for one, other in self._places.items() if other is source)
+        self.given[request] = numbers[: len(place.blocks)]
         return request, place
 
     def release(self, request: Request) -> list[int]:
@@ -242,6 +248,11 @@ class GivenManager(Manager):
         self.given.pop(request, None)
         self.pages.forget(request)
         return super().release(request)
+
+
+def no_such_slot(slot: int, slots: int) -> OutOfSlots:
+    """The error of a slot that a live request has, or that there is none of."""
+    return OutOfSlots(got=f"slot {slot}", where="slot", allowed=f"one of {slots} that no live request has")
 
 
 def _of_others(request: Request, block: int, where: str) -> RequestError:

@@ -71,10 +71,14 @@ class Paged(NamedTuple):
         live = self.component.live(length)
         return range(min(max(start, live.start), live.stop), live.stop)
 
-    def columns(self, start: int, length: int) -> range:
-        """Columns of a table whose pages hold those."""
+    def written(self, start: int, length: int, drafts: int) -> range:
+        """Those that are written: what a rollback by ``drafts`` tokens needs, too, where it has a place."""
         needed = self.needed(start, length)
-        return range(needed.start // self.rows, -(-needed.stop // self.rows)) if needed else range(0)
+        return range(min(needed.start, self.needed(start, max(start, length - drafts)).start), needed.stop)
+
+    def columns(self, positions: range) -> range:
+        """Columns of a table whose pages hold some positions."""
+        return range(positions.start // self.rows, -(-positions.stop // self.rows)) if positions else range(0)
 
     def places(self, table: Table, held: Held, positions: Sequence[int] | range, length: int) -> Numbers:
         """Where rows lie, page · rows of a page + row there; -1 where they have no place, or none that was checked.
@@ -146,8 +150,7 @@ def numbers_of(index: Index, held: Held, positions: Numbers) -> Numbers:
     """
     if index.said.of == "slot":
         if held.slot is None:
-            allowed = f"the owner's number of the request, which is looked up in map {index.said.name!r}"
-            raise ShapeError(got="no slot", where="admit: slot", allowed=allowed)
+            raise _no_slot(index.said.name)
         return np.full(len(positions), held.slot, np.int64)
     columns = positions // index.block_tokens
     blocks = np.array(held.blocks, np.int64)
@@ -162,6 +165,7 @@ class Pages:
 
     Attributes:
         kinds: by (layer, role).
+        rings: whether there are any of the owner's, looked up or not.
         tables: of live requests, by (layer, role); ``add`` and ``forget`` change them.
         coming: those of a request that is being admitted.
     """
@@ -178,6 +182,7 @@ class Pages:
         self.tables: dict[Request, dict[Key, Table]] = {}
         self.coming: dict[Key, Table] | None = None
         self._holders: dict[Key, Counter[int]] = defaultdict(Counter)
+        self._drafts = plan.max_draft_tokens
         components = {(layer, role): component for layer, role, component in plan.spec.components()}
         looked_up = [stretch for stretch in stretches.values() if not stretch.lines.in_place]
         limits = {
@@ -208,6 +213,12 @@ class Pages:
             self.kinds[key] = Paged(components[key], stretch.rows, stretch.units, size, fields, index, shifted)
         self._tabled = {key: kind for key, kind in self.kinds.items() if kind.index is None}
         self._mapped = {key: (kind, kind.index) for key, kind in self.kinds.items() if kind.index is not None}
+        self._by_slot = {
+            kind.index.said.name: (kind.index, f"layers[{layer}].{role}")
+            for (layer, role), kind in self.kinds.items()
+            if kind.index is not None and kind.index.said.of == "slot"
+        }
+        self.rings = any(stretch.lines.kind == "ring" for stretch in stretches.values())
 
     def read_tables(self, given: Mapping[str, Sequence[int]]) -> dict[Key, Table]:
         """Tables by (layer, role), of what was given for roles, or for one layer's as ``"L.role"``.
@@ -263,15 +274,47 @@ class Pages:
         index = self.kinds[layer, role].index if (layer, role) in self.kinds else None
         return index is not None and index.said.of_tokens
 
-    def check(self, held: Held, start: int, length: int, where: str) -> None:
+    def check_any_slot(self) -> None:
+        """Refuse a slot that nobody chose where rings are looked up by it: it may be another request's of the owner.
+
+        Raises:
+            ShapeError: naming the map.
+        """
+        if self._by_slot:
+            raise _no_slot(next(iter(self._by_slot)))
+
+    def check_slots(self, slots: Iterable[int], where: str) -> None:
+        """Refuse slots whose rings have no place in a map, or one that cannot be.
+
+        Raises:
+            OutOfBlocks: naming what is missing. ShapeError: what a map says cannot be.
+        """
+        for slot in slots:
+            for index, what in self._by_slot.values():
+                _check_mapped(index, Held({}, (), slot), np.zeros(1, np.int64), where, what)
+
+    def copy(self, source: int, target: int) -> None:
+        """The rings of a slot into those of another that maps have; ``check_slots`` was called if there is a row."""
+        numbers = np.array([source, target], np.int64)
+        for kind, index in self._mapped.values():
+            if index.said.of == "slot":
+                places = index.places(numbers)
+                if index.known(numbers, places).all():
+                    first, second = places.tolist()
+                    for field in kind.fields:
+                        field.view[second] = field.view[first]
+
+    def check(self, held: Held, start: int, length: int, where: str, *, writes: bool = True) -> None:
         """Refuse a request without places of the rows from ``start`` on that live at ``length``, or with others'.
+
+        Where they are to be written, so are places of rows that a rollback needs, if there are any.
 
         Raises:
             OutOfBlocks: naming what is missing. ShapeError: what a map says cannot be.
         """
         for (layer, role), kind in self._tabled.items():
             table = held.tables[layer, role]
-            for column in kind.columns(start, length):
+            for column in kind.columns(kind.needed(start, length)):
                 if column >= len(table) or table[column] < 0:
                     raise OutOfBlocks(
                         got=f"no page {column} of layers[{layer}].{role}",
@@ -280,13 +323,18 @@ class Pages:
                         hint="The engine allots pages: admit(pages=...), or cache.give(request, pages=...).",
                     )
         # The same in all layers of a kind.
-        seen: set[tuple[str, range]] = set()
+        seen: set[tuple[str, range, range]] = set()
         for (layer, role), (kind, index) in self._mapped.items():
             needed = kind.needed(start, length)
-            if not needed or (index.said.name, needed) in seen:
+            some = kind.written(start, length, self._drafts) if writes else needed
+            if not some or (index.said.name, needed, some) in seen:
                 continue
-            seen.add((index.said.name, needed))
-            _check_mapped(index, held, np.array(needed, np.int64), where, f"layers[{layer}].{role}")
+            seen.add((index.said.name, needed, some))
+            spare = np.arange(some.start, needed.start, dtype=np.int64)
+            what = f"layers[{layer}].{role}"
+            _check_mapped(index, held, spare, where, what, needed=False)
+            if needed:
+                _check_mapped(index, held, np.array(needed, np.int64), where, what)
 
     def check_alone(self, request: Request, start: int, length: int) -> None:
         """Refuse to write into pages that another request has in its tables; of maps that is known.
@@ -297,7 +345,8 @@ class Pages:
         own = self.tables_of(request)
         for key, kind in self._tabled.items():
             holders = self._holders[key]
-            wanted = {page for column in kind.columns(start, length) if holders[page := own[key][column]] > 1}
+            columns = kind.columns(kind.written(start, length, self._drafts))
+            wanted = {page for column in columns if holders[page := own[key][column]] > 1} - {-1}
             # Twice in a table of its own is nobody else's.
             for other, tables in self.tables.items() if wanted else ():
                 if other != request and (both := wanted.intersection(tables[key])):
@@ -366,15 +415,20 @@ def write(copies: Sequence[Rows]) -> None:
         raise
 
 
-def _check_mapped(index: Index, held: Held, positions: Numbers, where: str, what: str) -> None:
-    """Refuse positions whose rows have no place in a map, or one that cannot be.
+def _no_slot(name: str) -> ShapeError:
+    allowed = f"the owner's number of the request, which is looked up in map {name!r}"
+    return ShapeError(got="no slot", where="slot", allowed=allowed)
+
+
+def _check_mapped(index: Index, held: Held, positions: Numbers, where: str, what: str, *, needed: bool = True) -> None:
+    """Refuse positions whose rows have no place in a map, if they are ``needed``, or one that cannot be.
 
     Raises:
         OutOfBlocks: naming the first. ShapeError: as ``Index.check``.
     """
     numbers = numbers_of(index, held, positions)
     places = index.places(numbers)
-    if places.min() < 0:
+    if needed and places.min() < 0:
         raise OutOfBlocks(
             got=f"no place of {index.what} {numbers[places < 0][0]} in map {index.said.name!r}",
             where=where,

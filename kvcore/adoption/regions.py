@@ -4,6 +4,7 @@ What is looked up in tables of pages, or in maps, has no region there: rings are
 ``kvcore.adoption.pages``.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from itertools import zip_longest
 from math import gcd
@@ -135,11 +136,19 @@ def field_view(stretch: Stretch, tensor: Tensor) -> Any:
 class Slots:
     """What a cache's verbs on whole slots do where a slot's bytes are not its own alone: row by row.
 
-    Nothing that is the owner's is cleared; a fork's rows are copied field by field, not what lies between them.
+    Nothing that is the owner's is cleared; a fork's rows are copied field by field, not what lies between them. Those
+    of rings that are looked up ``copy_looked_up`` copies, from a slot to another.
     """
 
-    def __init__(self, plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch], tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        plan: CachePlan,
+        stretches: dict[tuple[Any, ...], Stretch],
+        tensors: dict[str, Tensor],
+        copy_looked_up: Callable[[int, int], None],
+    ) -> None:
         rings = [stretch for stretch in stretches.values() if stretch.lines.kind == "ring" and stretch.lines.in_place]
+        self._copy_looked_up = copy_looked_up
         self._fields = [field_view(stretch, tensors[stretch.lines.tensor]) for stretch in rings]
         own = [region for region in plan.regions if region.growth == "slot" and not isinstance(region, ForeignRegion)]
         self._own = {name: fresh_unit(region, buffer) for region in own for buffer, (name, _) in region.buffers.items()}
@@ -159,6 +168,8 @@ class Slots:
         first, second = _places(sources), _places(targets)
         for array in (*self._fields, *(pools[name] for name in self._own)):
             array[second] = array[first]
+        for pair in zip(first, second, strict=True):
+            self._copy_looked_up(*pair)
         return pools
 
 

@@ -313,6 +313,9 @@ class Cache:
             >>> cache.release(request), cache.release(beam)
             (None, None)
         """
+        return self._fork(request)
+
+    def _fork(self, request: Request) -> Request:
         source = self._state.manager.place(request)
         self._state.manager.check_near(request)
         fork, place = self._state.manager.fork(source)

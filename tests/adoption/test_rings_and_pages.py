@@ -136,6 +136,28 @@ def test_pages_that_are_missing_or_another_s():
         cache.import_request(cache.export_request(other), into=cache.admit(blocks=[3]))
 
 
+def test_a_page_that_only_a_rollback_needs_is_not_written_if_it_is_another_s():
+    held, cache = adopted("numpy", "pages", max_requests=2)
+    own = kvcore.create_cache(SPEC, backend="reference", max_requests=2, max_tokens=192, max_draft_tokens=DRAFTS)
+    request, first = cache.admit(blocks=[0, 1, 2], pages=pages_of("pages", 44)), own.admit()
+    shared = pages_of("pages", 36)["window"][8]
+    other = cache.admit(blocks=[3], pages={key: [shared] for key in ("window", "tail", "index_tail")}, length=4)
+    for one, who in ((cache, request), (own, first)):
+        stories.tell(one, {who: TOKENS[:20]})
+    before = [np.asarray(tensor).tobytes() for tensor in held]
+    # Its windows begin in its page 9, and in page 8 once three drafts are undone.
+    with pytest.raises(RequestError, match=f"page {shared} of .*window, which others have too"):
+        stories.tell(cache, {request: TOKENS[20:44]})
+    assert [np.asarray(tensor).tobytes() for tensor in held] == before
+    cache.release(other)
+    for one, who in ((cache, request), (own, first)):
+        stories.tell(one, {who: TOKENS[20:44]})
+        one.truncate(who, 41)
+    again = kvcore.adopt(SPEC, held, layout=cache.descriptor, max_draft_tokens=DRAFTS)
+    place = {"blocks": [0, 1, 2], "pages": pages_of("pages", 44)}
+    assert again.digest([again.admit(length=41, **place)]) == own.digest([first])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["rings", "pages"])
 def test_windows_of_heads(kind, where, rng):

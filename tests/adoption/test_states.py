@@ -8,7 +8,7 @@ import torch
 
 import kvcore
 from kvcore.adoption import IndexMap, describe, from_json, pages, to_json
-from kvcore.errors import OutOfBlocks, ShapeError, SpecError
+from kvcore.errors import OutOfBlocks, OutOfSlots, ShapeError, SpecError
 from kvcore.spec import KV, CacheSpec, Conv, LayerSpec, State
 
 SPEC = CacheSpec(
@@ -289,6 +289,53 @@ def test_a_step_whose_rows_do_not_all_arrive_leaves_the_engines(monkeypatch, rng
         unchanged(tensors, cache, mine, act, MemoryError, "no room")
     tell_both(world, rng, (1, 2))
     assert cache.digest(mine) == world[0][0].digest(world[0][1])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_fork_has_rings_of_its_own_where_the_owner_looks(kind, rng):
+    tensors, table, *world = two_shifted(kind)
+    tell_both(world, rng, (6, 3))
+    for cache, requests in world:
+        cache.truncate(requests[0], 5)
+    (own, others), (cache, mine) = world
+    table[2] = 1
+    fork, branch = cache.fork(mine[0], slot=2), own.fork(others[0])
+    for tensor in tensors[:2]:
+        held = kvcore.to_numpy(tensor)
+        assert held[1].tobytes() == held[3].tobytes()
+        assert np.isnan(held[[0, 2, 4]].astype(np.float32)).all()
+    # Whoever is told the places alone finds it there before it has taken a step.
+    again = kvcore.adopt(SPEC, tensors, layout=cache.descriptor, maps={"slot": table}, max_requests=SLOTS)
+    assert again.digest([again.admit(blocks=[3, 1], slot=2, length=5)]) == own.digest([branch])
+    # It goes back as far as its source does, and on.
+    for where, one, source in ((own, branch, others[0]), (cache, fork, mine[0])):
+        where.truncate(one, 4)
+        where.release(source)
+    cache.give(fork, [0])
+    tell([(own, branch), (cache, fork)], rng, 6)
+    assert cache.digest([fork, mine[1]]) == own.digest([branch, others[1]])
+
+
+def test_a_slot_by_which_rings_are_looked_up_is_the_owner_s_to_choose(rng):
+    tensors, table, *world = two_shifted("numpy")
+    tell_both(world, rng, (5, 6))
+    cache, mine = world[1]
+    blob = cache.export_request(mine[0])
+    # Where others, who were never admitted here, have theirs.
+    table[0], table[2], table[3] = 2, 5, 0
+    for act, error, match in (
+        (lambda: cache.fork(mine[0]), ShapeError, "no slot"),
+        (lambda: cache.admit(blocks=[0]), ShapeError, "no slot"),
+        (lambda: cache.import_request(blob), ShapeError, "no slot"),
+        (lambda: cache.fork(mine[0], slot=1), OutOfSlots, "slot 1"),
+        (lambda: cache.fork(mine[0], slot=SLOTS), OutOfSlots, f"slot {SLOTS}"),
+        (lambda: cache.admit(blocks=[0], slot=1 << 40, length=1), OutOfSlots, f"slot {1 << 40}"),
+        (lambda: cache.fork(mine[0], slot=-1), ShapeError, "fork: slot"),
+        (lambda: cache.fork(mine[0], slot=3), OutOfBlocks, "no place of slot 3"),
+        (lambda: cache.fork(mine[0], slot=2), ShapeError, "that of slot 1"),
+    ):
+        unchanged(tensors, cache, mine, act, error, match)
+        assert (cache.free_slots, len(cache.requests)) == (SLOTS - 2, 2)
 
 
 WRONG = {
