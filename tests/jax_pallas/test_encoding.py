@@ -16,8 +16,8 @@ from kvcore.spec import FORMATS
 from tests.support.exact import every_bf16
 from tests.support.new_codes import NAME, layers_of, new_code
 
-SCALES = 0.37, 1e-20
-"""Global scales; large values are beyond fp32 by the second."""
+SCALES = 0.37, 1e-18, 1.3e-38
+"""Global scales; large values are beyond fp32 by the second, remainders of quotients below it by the last."""
 
 
 def hard_rows(dim: int, rng: np.random.Generator) -> np.ndarray:

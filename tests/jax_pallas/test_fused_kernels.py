@@ -31,7 +31,7 @@ from tests.jax_pallas import whole_step
 
 UNITS, ROWS = 3, 8
 GLOBAL_SCALE = 0.37
-SMALL_SCALE = 1e-20  # by which large values are beyond fp32
+SMALL_SCALE = 1.3e-38  # large values are beyond fp32 by it, and remainders of quotients below
 PER_HEAD = ("int8_per_token_head", "fp8_per_token_head")
 OUTSIDE = (
     "fp16",
@@ -109,6 +109,7 @@ def test_rows_are_encoded_into_place_and_decoded_out_of_it(name: str, scale: flo
     values = rng.standard_normal((11, one.format.dim)).astype(np.float32)
     values *= np.exp(rng.uniform(-12, 8, (11, 1))).astype(np.float32)
     values[0, 5], values[1, -1], values[2], values[3, ::2], values[5, ::3] = np.inf, np.nan, 0, -0.0, -3e38
+    values[6:8] *= np.float32(2.0**-122)
     with np.errstate(all="ignore"):
         wanted = np.asarray(reference.encode(name, values, scale))
         decoded = np.asarray(reference.decode(name, wanted, one.format.dim, scale)).astype(np.float32)

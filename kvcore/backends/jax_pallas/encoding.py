@@ -23,8 +23,11 @@ from kvcore.kernels.pallas.arithmetic import (
     half_away,
     limit_of,
     over_power,
+    raise_of,
+    raised_by,
     rotated,
     times,
+    times_layer,
     times_power,
     within,
 )
@@ -97,7 +100,7 @@ def decode(format: str | Format, rows: Array, dim: int | None = None, global_sca
             else:
                 values = times(values, jnp.repeat(from_bytes(stored, scale_code), width, axis=1)[:, : field.size])
                 # Code times scale is exact, so the product with the global scale rounds once.
-                values = values * np.float32(global_scale) if format.global_scaled else values
+                values = times_layer(values, global_scale) if format.global_scaled else values
         channels.append(values)
     return jnp.concatenate(channels, axis=1).astype(DTYPES[format.value_code])
 
@@ -134,7 +137,9 @@ def quantise(channels: Array, field: Field, format: Format, global_scale: float)
     limit = limit_of(field, global_scale)
     groups = clamp(groups, limit)
     amax = jnp.minimum(jnp.maximum(jnp.where(finite, amax, 0), np.float32(format.amax_floor)), np.float32(limit))
-    scales, scale_bits = scale_of(amax, field, format, global_scale)
+    powers = raise_of(field, global_scale)
+    groups, amax = raised_by(groups, powers), raised_by(amax, powers)
+    scales, scale_bits = scale_of(amax, field, format, global_scale * 2.0**powers)
     ratios = jnp.where(finite[:, :, None], ratios_of(groups, scales[:, :, None], field), 0)
     codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)
     # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.

@@ -5,6 +5,8 @@ with the reciprocal (a quarter of the quotients change), and on the CPU reads su
 corrected, and powers of two are applied to exponent bits.
 """
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -117,6 +119,13 @@ def times(values, scales):
     return jnp.where(subnormal, from_bits(small), over_power(product, FP32_ONE + shift))
 
 
+def times_layer(values, global_scale: float):
+    """The correctly rounded product of codes times e4m3 scales and a scale of a layer."""
+    if global_scale < 2.0**-RAISE:
+        return times(values, jnp.full_like(values, global_scale))
+    return values * np.float32(global_scale)
+
+
 def _lowered(values, factor):
     """``values · 2^-64 · factor`` where that is subnormal, in units of 2^-149, rounded to a whole number."""
     product = values * factor
@@ -156,6 +165,21 @@ def limit_of(field: Field, global_scale: float) -> float:
     if field.rule != "e4m3" or global_scale == 1:
         return field.limit
     return min(field.limit, 4 * CODES["e4m3"].largest * field.element.largest * global_scale)
+
+
+def raise_of(field: Field, global_scale: float) -> int:
+    """Powers of two by which a small scale of a layer, and what is divided by it, are raised; 0 of any other.
+
+    What is left over of their quotients would be subnormal, which XLA reads as zero, and nothing would be corrected.
+    """
+    if field.rule != "e4m3" or global_scale >= 2.0**-RAISE:
+        return 0
+    return 1 - math.frexp(global_scale)[1]
+
+
+def raised_by(values, powers: int):
+    """Values · 2^powers, 0 to 126, exactly; subnormal ones, too."""
+    return over_power(values, jnp.uint32(FP32_ONE - powers)) if powers else values
 
 
 def _halves(values):

@@ -127,7 +127,7 @@ def _field_line(region: Region, field: Field, words, first: int, at, global_scal
         raise unknown("scale code", field.scale, "decode")
     scales = codes.of_bits(stored) if field.scale == "fp32" else codes.from_e4m3(stored)
     values = arithmetic.times(values, scales)
-    return values * np.float32(global_scale) if region.format.global_scaled else values
+    return arithmetic.times_layer(values, global_scale) if region.format.global_scaled else values
 
 
 def encode(region: Region, values, global_scale: float = 1.0):
@@ -193,10 +193,12 @@ def _encoded(region: Region, field: Field, values, start: int, global_scale: flo
         limit = arithmetic.limit_of(field, global_scale)
         amax = jnp.maximum(jnp.where(finite, amax, 0), np.float32(region.format.amax_floor))
         amax = jnp.minimum(amax, np.float32(limit))
-        scales, bits = _scale_of(amax, field, region.format, global_scale)
+        powers = arithmetic.raise_of(field, global_scale)
+        amax, raised_scale = arithmetic.raised_by(amax, powers), global_scale * 2.0**powers
+        scales, bits = _scale_of(amax, field, region.format, raised_scale)
         for line in touched:
             by = jnp.broadcast_to(scales, channels[line].shape)
-            clamped = arithmetic.clamp(channels[line], limit)
+            clamped = arithmetic.raised_by(arithmetic.clamp(channels[line], limit), powers)
             if field.rule == "pow2":
                 exponent = arithmetic.bits_of(by) >> 23
                 quotient = arithmetic.over_power(clamped, exponent)

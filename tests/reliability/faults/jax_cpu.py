@@ -299,7 +299,7 @@ TABLE = {
     "encoding.py": [
         ("    if format.hadamard:\n        values = hadamard(values)\n", "", "keys are not rotated"),
         (
-            "                values = values * np.float32(global_scale) if format.global_scaled else values\n",
+            "                values = times_layer(values, global_scale) if format.global_scaled else values\n",
             "",
             "the global scale is forgotten in decoding",
         ),
