@@ -85,6 +85,16 @@ def test_agrees_with_the_reference(kind, form, sink, rng, pieces_of_four):
     assert sum(pieces_of_four) >= len(STEPS) - 2  # all but prompts beyond a ring
 
 
+@pytest.mark.parametrize("forms", [("fp32", "bf16"), ("fp16", "fp32"), ("bf16", "fp16")], ids="-".join)
+@pytest.mark.parametrize("kind", ["paged", "sliding ring"])
+def test_keys_and_values_of_two_plain_formats(kind, forms, rng, pieces_of_four):
+    keys, values = forms
+    for want, got in attended(caches(**KINDS[kind], key_format=keys, value_format=values), STEPS, rows(rng)):
+        for a, b in zip(want, got, strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5)
+    assert sum(pieces_of_four) >= len(STEPS) - 2
+
+
 SHARERS = [(2, 0, 3), (1, 1, 1), (0, 4, 1), (3, 2, 2), (1, 1, 1)]
 """New tokens of a request, of a stranger, and of a fork of the first, step by step."""
 

@@ -264,8 +264,7 @@ def over_rows(ops, pools, regions, stored, index, grouped, product: Product, sca
         k, v = (found.rows.as_strided(*where) for found, where in zip(stored, places, strict=True))
     else:
         k, v = (decoded(ops, pools, region, index, *product.where)[None] for region in regions)
-    if k.dtype != torch.float32:
-        k, v = widened(ops, "wide keys", k), widened(ops, "wide values", v)
+    k, v = widened(ops, "wide keys", k), widened(ops, "wide values", v)
     # What some query does not look at is no summand of 0: nothing but finite values may be there. A sum that overflows
     # takes the other way, too.
     if (seen is not None or product.causal) and not math.isfinite(v.sum().item()):
@@ -292,7 +291,9 @@ def over_rows(ops, pools, regions, stored, index, grouped, product: Product, sca
 
 
 def widened(ops, name: str, rows: torch.Tensor) -> torch.Tensor:
-    """Rows [batch, heads, n, dim] in fp32, in memory that the next piece's are written to: as much as most take."""
+    """Rows [batch, heads, n, dim] as fp32: themselves, or in memory that the next piece's go to, enough for most."""
+    if rows.dtype == torch.float32:
+        return rows
     room = PIECE * rows.shape[1] * rows.shape[3]
     wide = ops.spare.empty(name, (max(room, rows.numel()),), torch.float32)
     return wide[: rows.numel()].view(rows.shape).copy_(rows)
