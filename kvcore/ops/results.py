@@ -196,8 +196,8 @@ class Choice(NamedTuple):
     Attributes:
         layer: its number; None for verbs on whole slots, blocks and pages.
         verb: its name, with the role where that is an argument: ``gather_all_entries(index_keys)``.
-        implementation: ``numpy``; ``torch``, ``jax.numpy``: plain operations; ``triton``, ``pallas``, ``flash_mla``:
-            kernels, ``interpreted`` where an interpreter runs them.
+        implementation: ``numpy``; ``torch``, ``jax.numpy``: plain operations; ``triton``, ``pallas``, ``flash_mla``,
+            ``flashinfer``: kernels, ``interpreted`` where an interpreter runs them.
         reason: why, and for which arguments of a call other code runs.
     """
 

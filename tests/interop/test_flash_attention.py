@@ -12,22 +12,11 @@ from kvcore.backends.torch_triton import flash  # noqa: E402
 from kvcore.backends.torch_triton.backend import TorchOps  # noqa: E402
 from kvcore.errors import BackendError  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
-from kvcore.spec import FORMATS, CacheSpec, Entries, LayerSpec, Window  # noqa: E402
+from kvcore.spec import CacheSpec, Entries, LayerSpec, Window  # noqa: E402
 from kvcore.step import StepRequest, build_index  # noqa: E402
+from tests.support.fake_flashinfer import rows_at  # noqa: E402
 
 HEADS, DIM = 64, 512
-
-
-def rows_at(cache, indices, decode):
-    """Rows by physical index, by FlashMLA's layout of a page: codes and rope 576 bytes a row, then scales, 8 a row."""
-    pages, rows = cache.shape[:2]
-    flat = cache.as_strided((pages, cache.stride(0)), (cache.stride(0), 1))
-    found = []
-    for index in indices:
-        page, row = divmod(int(index), rows)
-        whole = flat[page, row * 576 : row * 576 + 576], flat[page, rows * 576 + row * 8 : rows * 576 + row * 8 + 8]
-        found.append(torch.cat(whole))
-    return decode(torch.stack(found)).double() if found else torch.zeros(0, DIM, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -35,10 +24,6 @@ def module(monkeypatch):
     """A module called flash_mla that computes what FlashMLA's documentation says, in fp64."""
     found = ModuleType("flash_mla")
     found.calls = 0
-    ops = TorchOps(plan_cache(CacheSpec(layers=[LayerSpec(window=Window(dim=DIM, window=4))]), max_requests=1))
-
-    def decode(rows):
-        return ops.decode(FORMATS["v4_584"], rows)
 
     def attend(q, k_cache, table, lengths, dim, metadata, *, softmax_scale, is_fp8_kvcache, indices, attn_sink=None,
                extra_k_cache=None, extra_indices_in_kvcache=None):  # fmt: skip
@@ -47,9 +32,10 @@ def module(monkeypatch):
         found.calls += 1
         out, lse = torch.zeros_like(q), torch.full((len(q), HEADS, 1), torch.inf)
         for token in range(len(q)):
-            keys = [rows_at(k_cache, [i for i in indices[token, 0] if i >= 0], decode)]
+            keys = [rows_at(k_cache, [i for i in indices[token, 0] if i >= 0], flash.FORMAT)]
             if extra_k_cache is not None:
-                keys.append(rows_at(extra_k_cache, [i for i in extra_indices_in_kvcache[token, 0] if i >= 0], decode))
+                picks = [i for i in extra_indices_in_kvcache[token, 0] if i >= 0]
+                keys.append(rows_at(extra_k_cache, picks, flash.FORMAT))
             k = torch.cat(keys)
             if len(k):
                 logits = q[token, 0].double() @ k.T * softmax_scale

@@ -10,11 +10,14 @@ import torch
 
 from kvcore.backends.torch_triton import TorchBackend
 from kvcore.backends.torch_triton.backend import TorchOps
+from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.errors import BackendError
+from kvcore.kernels.triton.device import INTERPRETER
 from kvcore.ops.choices import VERBS
 from kvcore.plan import plan_cache
-from kvcore.spec import KV, CacheSpec, Field, Format, LayerSpec, presets
+from kvcore.spec import KV, CacheSpec, Entries, Field, Format, LayerSpec, Window, presets
 from kvcore.step import StepRequest, build_index
+from tests.support import fake_flashinfer
 from tests.support.new_codes import layers_of
 
 TOKENS = 16
@@ -62,6 +65,40 @@ TABLES = {
     "classic int8_row": (lambda: CLASSIC, "packed", 0, NO_KERNEL),
     "a third party's format": (third, "packed", 0, THIRD),
 }
+
+
+def beside_flashinfer():
+    """(a call of a layer with queries of a dtype, runs of both stand-ins) of verbs for which FlashInfer was chosen."""
+    found = fake_flashinfer.install()
+    latent = LayerSpec(window=Window(dim=512, window=4), entries=Entries(dim=512, ratio=4))
+    spec = CacheSpec(layers=[latent, LayerSpec(kv=KV(key_heads=2, key_dim=64))], block_tokens=16)
+    os.environ["KVCORE_ATTENTION"] = "flashinfer"
+    props = INTERPRETER._replace(capability=120)
+    plan = plan_cache(spec, max_requests=2, max_tokens=64, layout="packed")
+    ops, plain = TritonOps(plan, "cpu", props=props), TorchOps(plan)
+    del os.environ["KVCORE_ATTENTION"]
+    pools, random = ops.allocate(), torch.Generator().manual_seed(1)
+    for pool in pools.values():
+        pool.fill_(0xFF)
+    whole, index = (
+        ops.index(build_index([StepRequest(1, 19 - n, n, (3, 2)), StepRequest(0, 7 - m, m, (1, 0))], max_blocks=2))
+        for n, m in ((19, 7), (1, 1))
+    )
+    rows = torch.randn(26, 4, 512, generator=random)
+    plain.append_window(pools, 0, whole, rows[:, 0])
+    plain.store_entries(pools, 0, whole, rows[:5, 1])
+    plain.append_kv(pools, 1, whole, rows[:, :2, :64], rows[:, 2:, :64])
+    q = [torch.randn(2, 4, dim, generator=random).to(torch.bfloat16) for dim in (512, 64)]
+    sink, turned = torch.randn(4, generator=random), {"rope": torch.full((4,), 0.1)}
+
+    def call(layer, dtype):
+        verb = ops.attend_kv if layer else ops.attend
+        return verb(pools, layer, index, q[layer].to(dtype), sink=sink, **({} if layer else turned))
+
+    def runs():
+        return found.mla.SparseMLASm120Wrapper.runs, found.BatchDecodeWithPagedKVCacheWrapper.runs
+
+    return call, runs
 
 
 def made(spec, layout):
@@ -153,6 +190,15 @@ def ran():
     del plain[:]
     ops.select(torch.zeros(1, 8), 4097)
     yield "k too large", plain == ["select"], plain
+    call, runs = beside_flashinfer()
+    for layer, verb in enumerate(("attend", "attend_kv")):
+        before = runs()
+        theirs = call(layer, torch.bfloat16)
+        between = runs()
+        own = call(layer, torch.float32)
+        yield f"flashinfer, {verb}", between[layer] == before[layer] + 1 and runs() == between, (before, runs())
+        apart = (theirs.out.float() - own.out).abs().max() / own.out.abs().max(), (theirs.lse - own.lse).abs().max()
+        yield f"flashinfer, {verb}: what it answers", apart[0] < 2.0**-7 and apart[1] < 1e-4, apart
 
 
 def strict():
@@ -171,6 +217,14 @@ def strict():
     except BackendError as error:
         said = str(error)
     yield "k too large", "k > 4096" in said, said
+    call, _ = beside_flashinfer()
+    for layer in range(2):
+        try:
+            call(layer, torch.float32)
+            said = ""
+        except BackendError as error:
+            said = str(error)
+        yield "a call that FlashInfer does not take", "triton, interpreted, because: q is" in said, said
     os.environ["KVCORE_ATTENTION"] = "torch"
     try:
         made(CLASSIC, "packed")

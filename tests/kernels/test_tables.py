@@ -3,6 +3,8 @@
 No kernel runs here: the tables are bound from a plan and what is known of the device.
 """
 
+import sys
+
 import pytest
 
 pytest.importorskip("triton")
@@ -10,7 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from kvcore.backends.torch_triton import cuda, flash
+from kvcore.backends.torch_triton import cuda, flash, flash_infer
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.errors import BackendError
@@ -19,6 +21,7 @@ from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches.attention import hopper_splits
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec, presets
+from tests.support import fake_flashinfer
 
 H200 = DeviceProps(capability=90, multiprocessors=132, shared=227 << 10)
 INT8 = {"key_format": "int8_row", "value_format": "int8_row"}
@@ -121,8 +124,9 @@ def table(ops, layer: int | None) -> dict[str, tuple[str, str]]:
     return {choice.verb: choice[2:] for choice in ops.explain() if choice.layer == layer}
 
 
-def made(spec: CacheSpec, layout: str = "packed", attention: str | None = None) -> TritonOps:
-    ops = TritonOps(plan_cache(spec, max_requests=1, max_tokens=1024, layout=layout), "cuda:0", props=H200)
+def made(spec: CacheSpec, layout: str = "packed", attention: str | None = None, capability: int = 90) -> TritonOps:
+    props = H200._replace(capability=capability)
+    ops = TritonOps(plan_cache(spec, max_requests=1, max_tokens=1024, layout=layout), "cuda:0", props=props)
     if attention is not None:
         ops.attention_kernels = attention
     return ops
@@ -168,6 +172,50 @@ def test_tables_of_a_cpu(name: str) -> None:
 )
 def test_whose_attention_it_is(attention: str, verb: str, said: tuple[str, str]) -> None:
     assert table(made(SPECS["V4-Flash"][0], attention=attention), 2)[verb] == said
+
+
+LATENT = "where q is bf16 with up to 128 heads and the ring holds the step's rows"
+ONE_EACH = "where each request brings one token, outside of graphs"
+
+
+@pytest.mark.parametrize(
+    ("name", "verb", "capability", "implementation", "said"),
+    [
+        (
+            "V4-Flash",
+            "attend",
+            120,
+            "flashinfer",
+            f"{flash_infer.UNMEASURED}; {LATENT}, else triton: {covered('v4_584')[1]}",
+        ),
+        ("V4-Flash", "attend", 100, "triton", "FlashInfer reads such rows on compute capability 12.0 and 12.1"),
+        ("V3 latent", "attend", 120, "triton", "FlashInfer needs a window"),
+        (
+            "plain",
+            "attend_kv",
+            100,
+            "flashinfer",
+            f"{flash_infer.UNMEASURED}; {ONE_EACH}, else triton: {covered('bf16', f', {ONE}')[1]}",
+        ),
+        ("sliding with sinks", "attend_kv", 90, "triton", "FlashInfer reads rows in order, not rings"),
+    ],
+)
+def test_flashinfer_attends_where_it_was_chosen_and_reads_the_rows(
+    monkeypatch: pytest.MonkeyPatch, name: str, verb: str, capability: int, implementation: str, said: str
+) -> None:
+    for module, stand_in in fake_flashinfer.installed().items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    plain = CacheSpec(layers=[LayerSpec(kv=KV(key_heads=8, key_dim=128))], block_tokens=16), 0
+    spec, layer = SPECS.get(name, plain)
+    ops = made(spec, attention="flashinfer", capability=capability)
+    found = table(ops, layer)[verb]
+    assert found[0] == implementation
+    if implementation == "flashinfer":
+        assert found[1] == said
+    else:
+        assert found[1].endswith(f"; {said}")
+        with pytest.raises(BackendError, match=said):
+            ops.check_strict()
 
 
 def test_what_is_slower_is_refused_with_its_reason() -> None:

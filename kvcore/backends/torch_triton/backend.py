@@ -88,6 +88,8 @@ class TorchOps(Decided, Ops):
         self.lines_alike: dict[Any, Any] = {}
         # The same of ``cpu_coded.Side``.
         self.sides: dict[int, Any] = {}
+        # What others' kernels keep between calls, made once.
+        self.wrappers: dict[Any, Any] = {}
         self.torch_device = torch.device(device)
         self._index = DeviceIndex(device, memory.forget)
         self.strict = strict()
@@ -126,14 +128,17 @@ class TorchOps(Decided, Ops):
         if self.strict:
             self.check_strict()
 
-    def fall_back(self, layer: int | None, verb: str, reason: str) -> None:
+    def fall_back(self, layer: int | None, verb: str, reason: str, to: str = "torch") -> None:
         """Called before a call's arguments make it run torch operations where other arguments run a kernel.
+
+        Args:
+            to: what it runs, where that is not torch's operations but not what was asked for either.
 
         Raises:
             BackendError: KVCORE_STRICT=1.
         """
         if self.strict:
-            raise refused(verb, layer, "torch", reason)
+            raise refused(verb, layer, to, reason)
 
     encode = codec(encoding.encode)
     decode = codec(encoding.decode)

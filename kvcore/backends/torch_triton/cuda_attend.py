@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcore.backends.torch_triton import flash, launch
+from kvcore.backends.torch_triton import flash, flash_infer, launch
 from kvcore.backends.torch_triton.cuda import (
     PLAIN,
     GroupParts,
@@ -20,6 +20,7 @@ from kvcore.backends.torch_triton.cuda import (
     why,
 )
 from kvcore.backends.torch_triton.cuda_gather import whole_window
+from kvcore.backends.torch_triton.flash import Served
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton import attend_kv as kv_kernel
 from kvcore.kernels.triton import packed
@@ -31,7 +32,7 @@ from kvcore.kernels.triton.launches.kv_groups import programs_of, splits_of
 from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import own_record, plain_record
 from kvcore.ops import Attention, bounds
-from kvcore.ops.choices import Decision, Declined
+from kvcore.ops.choices import Decision, Declined, kernel
 
 MOST_DECODED = 1 << 28
 """Bytes that decoded entries may take."""
@@ -48,6 +49,7 @@ class Attended(NamedTuple):
         span: of the window, 0 without; ``ratio`` of the entries likewise, ``block_rows`` entries of a block.
         parts: how rows are multiplied, by whether queries are bf16.
         flash: what FlashMLA must know of the layer, which takes the calls that fit it; None where it takes none.
+        infer: likewise FlashInfer.
     """
 
     window: Part | None
@@ -57,11 +59,12 @@ class Attended(NamedTuple):
     ratio: int
     block_rows: int
     parts: dict[bool, Any]
-    flash: flash.Served | None
+    flash: Served | None
+    infer: Served | None
 
 
 def bind_attend(ops, layer):
-    """Triton's kernels, unless attention is torch's by choice; beside them FlashMLA, where that is chosen."""
+    """Triton's kernels, unless attention is torch's by choice; beside them a package's, where that is chosen."""
     roles = tuple(role for role in ("window", "entries") if ops.component(layer, role) is not None)
     if ops.attention_kernels == "torch":
         return Declined(f"{flash.VARIABLE}=torch")
@@ -74,8 +77,12 @@ def bind_attend(ops, layer):
     for found in parts.values():  # one for both, or none
         if isinstance(found, Declined):
             return found
-    served = flash.served(ops, layer) if ops.attention_kernels == "flash_mla" else ""
-    never = served if isinstance(served, str) else ""
+    served: Served | str = ""
+    if ops.attention_kernels == "flash_mla":
+        served = flash.served(ops, layer)
+    elif ops.attention_kernels == "flashinfer":
+        served = flash_infer.served(ops, layer, ops.props.capability)
+    known = None if isinstance(served, str) else served
     given = Attended(
         window,
         entries,
@@ -84,24 +91,34 @@ def bind_attend(ops, layer):
         0 if entries is None else ops.component(layer, "entries").ratio,
         0 if entries is None else ops.plan.region(layer, "entries")[0].rows,
         parts,
-        None if isinstance(served, str) else served,
+        known if ops.attention_kernels == "flash_mla" else None,
+        known if ops.attention_kernels == "flashinfer" else None,
     )
     own = why(ops, layer, roles)
     if launch.run_triton.gluon and on_hopper(ops.props, *records, bf16=True):
         own += "; a pipelined one for Hopper takes bf16 q where the ring holds the step's rows"
-    return Ready(given, roles, decision=_of_flash(ops, own, never), replayed=given.flash is None)
+    return Ready(given, roles, decision=_beside(ops, own, served, LATENT_FITS), replayed=known is None)
 
 
-def _of_flash(ops, covered, never):
-    """What is said, of the kernels alone or of FlashMLA beside them."""
-    own = name_of_kernels()
-    if ops.attention_kernels != "flash_mla":
+LATENT_FITS = {
+    "flash_mla": f"where q is bf16 with {' or '.join(map(str, flash.HEADS))} heads and the ring holds the step's rows",
+    "flashinfer": f"{flash_infer.UNMEASURED}; where q is bf16 with up to {flash_infer.MOST_HEADS} heads and the ring "
+    "holds the step's rows",
+}
+"""Package -> what is said of it where it attends to latent rows."""
+CLASSIC_FITS = {"flashinfer": f"{flash_infer.UNMEASURED}; where each request brings one token, outside of graphs"}
+"""Likewise to keys and values."""
+
+
+def _beside(ops, covered, served, fits):
+    """What is said, of the kernels alone or of a package that was chosen to go before them."""
+    own, package = name_of_kernels(), ops.attention_kernels
+    if package not in fits:
         return Decision(own, covered)
-    if never:
-        return Decision(own, f"{covered}; {never}")
-    heads = " or ".join(map(str, flash.HEADS))
-    fits = f"where q is bf16 with {heads} heads and the ring holds the step's rows"
-    return Decision("flash_mla", f"{fits}, else {own}: {covered}")
+    if isinstance(served, str):
+        # FlashMLA is chosen by ``auto``, too; who asks for FlashInfer, and strictly, is told where it does not run.
+        return Decision(own, f"{covered}; {served}", slower=package == "flashinfer")
+    return Decision(package, f"{fits[package]}, else {own}: {covered}")
 
 
 def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
@@ -111,7 +128,13 @@ def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink
         return flash.attend(ops, pools, bound.flash, index, q, selected, sink, _scale(q, scale), frequencies)
     if not len(index.slots) or not q.numel():  # there is nothing to launch
         return PLAIN.attend(ops, pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale, rope=rope)
-    window, entries, numbers, span, ratio, block_rows, parts, _ = bound
+    if bound.infer is not None:
+        reason = flash_infer.misfit(bound.infer, index, q, selected, rows)
+        if not reason:
+            given = sink, _scale(q, scale), frequencies_of(rope, q.device)
+            return flash_infer.attend(ops, pools, bound.infer, index, q, selected, *given)
+        ops.fall_back(layer, "attend", reason, name_of_kernels())
+    window, entries, numbers, span, ratio, block_rows, parts, _, _ = bound
     tokens, heads, dim = q.shape
     bf16 = q.dtype == torch.bfloat16
     parts = parts[bf16]
@@ -225,6 +248,7 @@ class AttendedKV(NamedTuple):
         window, chunk: of the layer, 0 without.
         config: how a call is cut into programs, for this device; ``packed`` where each takes one token, None if alike.
         props: the device.
+        infer: what FlashInfer must know of the layer, which takes the calls that fit it; None where it takes none.
     """
 
     parts: tuple[Part, ...]
@@ -236,6 +260,7 @@ class AttendedKV(NamedTuple):
     config: Any
     packed: Any
     props: Any
+    infer: flash_infer.Paged | None
 
 
 class AttendedGroups(NamedTuple):
@@ -301,15 +326,27 @@ def _attend_groups(bound, ops, pools, index, q, columns, sink, scale):
 
 
 def bind_attend_kv(ops, layer):
-    """{case: what its calls need, or why the layer's formats are not covered in it}."""
+    """The kernels for a layer's kind of rows, unless attention is torch's by choice; and FlashInfer, if chosen."""
     if ops.attention_kernels == "torch":
         return Declined(f"{flash.VARIABLE}=torch")
+    served = flash_infer.served_kv(ops, layer, ops.props.capability) if ops.attention_kernels == "flashinfer" else ""
+    infer = None if isinstance(served, str) else served
     if ops.component(layer, "kv").ratio > 1:
-        return _bind_attend_groups(ops, layer)
+        found = _bind_attend_groups(ops, layer)
+    else:
+        found = _bind_attend_rows(ops, layer, infer)
+    if isinstance(found, Declined) or ops.attention_kernels not in CLASSIC_FITS:
+        return found
+    own = kernel(name_of_kernels(), why(ops, layer, found.roles), plain="torch", but=found.but)
+    return found._replace(decision=_beside(ops, own.reason, served, CLASSIC_FITS), replayed=infer is None)
+
+
+def _bind_attend_rows(ops, layer, infer):
+    """{case: what its calls need, or why the layer's formats are not covered in it}."""
     without = declined(ops, layer, "kv")
     if without is not None:
         return without
-    cases = {case: _attended_kv(ops, layer, case) for case in CASES}
+    cases = {case: _attended_kv(ops, layer, case, infer) for case in CASES}
     reasons = {case: found.reason for case, found in cases.items() if isinstance(found, Declined)}
     if len(reasons) == len(cases):
         return Declined("; ".join(dict.fromkeys(reasons.values())))
@@ -318,7 +355,7 @@ def bind_attend_kv(ops, layer):
     return Ready(table, ("kv",), (*(f"{case.words}: {reason}" for case, reason in reasons.items()), ALONE.reason))
 
 
-def _attended_kv(ops, layer, case):
+def _attended_kv(ops, layer, case, infer):
     parts, component = ops.records[layer, "kv"], ops.component(layer, "kv")
     keys, values = (launch.BOUND[part.number].record for part in parts)
     records = None
@@ -335,7 +372,7 @@ def _attended_kv(ops, layer, case):
     fits = launch.run_triton.gluon and case.bf16 and not case.own
     taken = packed.packed_work(keys, values, ops.props) if fits else None
     config = kv_kernel.config_for(ops.props, sides)
-    return AttendedKV(parts, numbers, heads, values.dim, *seen, config, taken and taken.config, ops.props)
+    return AttendedKV(parts, numbers, heads, values.dim, *seen, config, taken and taken.config, ops.props, infer)
 
 
 def attend_kv_covers(bound, index, q, k=None, v=None, **_):
@@ -357,6 +394,11 @@ def attend_kv(bound, ops, pools, layer, index, q, k=None, v=None, *, columns=Non
     if isinstance(bound, AttendedGroups):
         columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
         return _attend_groups(bound, ops, pools, index, q, columns, sink, scale)
+    if bound.infer is not None:
+        reason = flash_infer.misfit_kv(ops, bound.infer, index, q, k)
+        if not reason:
+            return flash_infer.attend_kv(ops, pools, bound.infer, index, q, sink, _scale(q, scale))
+        ops.fall_back(layer, "attend_kv", reason, name_of_kernels())
     own = None, None
     if k is not None:
         parts = zip(ops.plan.region(layer, "kv"), (k, v), strict=True)

@@ -1,13 +1,14 @@
 """FlashMLA's sparse decode in place of the Triton attention, where it is installed and the shape fits.
 
 The choice is made when the verbs are created and can be forced with the environment variable KVCORE_ATTENTION:
-``auto``, ``triton``, ``flash_mla`` or ``torch``, plain operations. Nothing is copied: ``kvcore.interop.flash_mla`` says
-how pools are handed over.
+``auto``, ``triton``, ``flash_mla``, ``flashinfer`` (see ``flash_infer``, which shares the lists of rows) or ``torch``,
+plain operations. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
 """
 
 import inspect
 import os
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from kvcore.ops import Attention, PagedView, RingView
 from kvcore.spec import FORMATS
 
 VARIABLE = "KVCORE_ATTENTION"
-CHOICES = ("auto", "triton", "flash_mla", "torch")
+CHOICES = ("auto", "triton", "flash_mla", "flashinfer", "torch")
 FORMAT = "v4_584"
 HEADS = (64, 128)
 ALIGNED = 64
@@ -27,16 +28,16 @@ MOST_LISTED = 1 << 22
 
 
 def chosen(device: str, capability: int | None = None) -> str:
-    """``triton``, ``flash_mla`` or ``torch``, for a device of which CUDA's capability is asked unless it is given.
+    """A choice, for a device of which CUDA's capability is asked unless it is given; ``auto`` is none.
 
     Raises:
-        BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where that is not usable.
+        BackendError: KVCORE_ATTENTION is something else, or asks for a package that is not usable.
     """
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise BackendError(got=wanted, where=VARIABLE, allowed=", ".join(CHOICES))
-    if wanted == "flash_mla":
-        missing = unusable()
+    if wanted in ("flash_mla", "flashinfer"):
+        missing = unusable() if wanted == "flash_mla" else not_loaded(wanted)
         if missing:
             raise BackendError(got=wanted, where=VARIABLE, allowed=f"auto, triton or torch: {missing}")
     if wanted != "auto":
@@ -57,14 +58,24 @@ def unusable() -> str:
 
     Its release of 2026-09-30 reads V4.1 rows alone; forks keep the older kernels and ask for them by ``use_legacy``.
     """
-    try:
-        import flash_mla  # type: ignore[import-not-found]
-    except (ImportError, OSError) as error:
-        return f"flash_mla is not installed, or does not load ({error})"
+    missing = not_loaded("flash_mla")
+    if missing:
+        return missing
+    import flash_mla  # type: ignore[import-not-found]
+
     known = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
     if "use_legacy" in known:
         return "" if flash_mla.has_legacy() else "this flash_mla was built without its older kernels"
     return "this flash_mla has no kernels for v4_584 rows" if "enable_batch_invariant" in known else ""
+
+
+def not_loaded(package: str) -> str:
+    """Why a package is not there; empty where it is."""
+    try:
+        import_module(package)
+    except (ImportError, OSError) as error:
+        return f"{package} is not installed, or does not load ({error})"
+    return ""
 
 
 class Served(NamedTuple):
@@ -73,6 +84,7 @@ class Served(NamedTuple):
     Attributes:
         window: name of the window's pool, of whose slots each has ``ring`` rows; ``span`` positions are seen.
         entries: the same of the entries, "" without; ``block`` of them in a block, each of ``ratio`` tokens, else 0.
+        formats: of the window, and of the entries if there are any.
     """
 
     window: str
@@ -81,27 +93,37 @@ class Served(NamedTuple):
     entries: str
     block: int
     ratio: int
+    formats: tuple[str, ...] = (FORMAT,)
 
 
-def served(ops: Any, layer: int) -> Served | str:
-    """What calls must know of a layer, or why FlashMLA takes none of it."""
+def served(
+    ops: Any, layer: int, who: str = "FlashMLA", pairs: tuple[tuple[str, str], ...] = ((FORMAT, FORMAT),)
+) -> Served | str:
+    """What calls must know of a layer, or why a package that reads these formats of window and entries takes none."""
     if ops.component(layer, "window") is None:
-        return "FlashMLA needs a window"
+        return f"{who} needs a window"
     roles = ("window",) if ops.component(layer, "entries") is None else ("window", "entries")
     regions = [ops.plan.region(layer, role)[0] for role in roles]
-    if any((region.format.name, region.layout) != (FORMAT, "packed") for region in regions):
-        return f"FlashMLA reads packed {FORMAT} rows"
+    formats = tuple(region.format.name for region in regions)
+    if any(region.layout != "packed" for region in regions) or formats not in {pair[: len(formats)] for pair in pairs}:
+        known = (" and ".join(dict.fromkeys(pair)) for pair in pairs)
+        return f"{who} reads packed {', '.join(known)} rows"
     names = [name for region in regions for name in dict.fromkeys(name for name, _ in region.buffers.values())]
     found = names[0], regions[0].rows, ops.component(layer, "window").window
     if len(regions) == 1:
-        return Served(*found, "", 0, 0)
-    return Served(*found, names[1], regions[1].rows, ops.component(layer, "entries").ratio)
+        return Served(*found, "", 0, 0, formats)
+    return Served(*found, names[1], regions[1].rows, ops.component(layer, "entries").ratio, formats)
 
 
 def fits(served: Served, index: Any, q: torch.Tensor, selected: torch.Tensor | None, own: torch.Tensor | None) -> bool:
     """Whether FlashMLA takes the call: 64 or 128 heads in bf16, a written ring, lists that are not too long."""
     if q.dtype != torch.bfloat16 or q.shape[1] not in HEADS or own is not None or not len(q):
         return False
+    return listed(served, index, q, selected)
+
+
+def listed(served: Served, index: Any, q: torch.Tensor, selected: torch.Tensor | None) -> bool:
+    """Whether lists of the entries that queries attend to are not too long."""
     return selected is not None or len(q) * index.block_table.shape[1] * served.block <= MOST_LISTED
 
 
@@ -197,9 +219,9 @@ def aligned(indices: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(indices, (0, -indices.shape[1] % ALIGNED), value=-1).contiguous()
 
 
-def pool_cache(pool: torch.Tensor, rows: int) -> torch.Tensor:
+def pool_cache(pool: torch.Tensor, rows: int, format: str = FORMAT) -> torch.Tensor:
     """A pool [pages, bytes] as [pages, rows, 1, 584] uint8: the same memory, first stride the page's bytes."""
-    size = FORMATS[FORMAT].row
+    size = FORMATS[format].row
     return pool.as_strided((pool.shape[0], rows, 1, size), (pool.stride(0), size, size, 1))
 
 

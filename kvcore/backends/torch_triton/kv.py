@@ -92,21 +92,13 @@ def _bulk(layer, pools, region, index, positions):
     It is what a real model's decode step waits for: whole blocks through the table, no work per row.
     """
     (first, *others), (value, *more) = region.unit.places, region.format.fields
-    if others or more or value.group is not None or first.split or not region.even or value.code not in DTYPES:
+    if others or more or value.group is not None or value.code not in DTYPES:
         return None
     if layer.component("kv").span is not None:
         return None
-    columns = positions.shape[1]
-    pool, stored = pools[region.buffers[first.buffer][0]], DTYPES[value.code]
-    size = stored.itemsize
-    if (pool.storage_offset() + first.base) % size or first.stride % size or pool.stride(0) % size:
+    columns, units = positions.shape[1], place.numbers(pools, region, first, DTYPES[value.code])
+    if units is None:
         return None
-    row, head = (each * first.stride // size for each in region.steps)
-    units = pool.view(stored).as_strided(
-        (len(pool), region.rows, region.heads, region.format.dim),
-        (pool.stride(0) // size, row, head, 1),
-        (pool.storage_offset() + first.base) // size,
-    )
     if region.growth == "slot":
         dense = units[:, :columns].index_select(0, index.slots.clamp(min=0))
     else:

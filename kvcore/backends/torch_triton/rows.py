@@ -79,6 +79,20 @@ def field(pools: Pools, region: Region, place: Place) -> tuple[torch.Tensor, Cal
     return view, window
 
 
+def numbers(pools: Pools, region: Region, place: Place, stored: torch.dtype) -> torch.Tensor | None:
+    """View [units, rows, heads, numbers] of a field whose numbers lie as they are in memory; None where they do not."""
+    pool, size = pools[region.buffers[place.buffer][0]], stored.itemsize
+    first = pool.storage_offset() + place.base
+    if place.split or not region.even or first % size or place.stride % size or pool.stride(0) % size:
+        return None
+    row, head = (each * place.stride // size for each in region.steps)
+    return pool.view(stored).as_strided(
+        (len(pool), region.rows, region.heads, place.nbytes // size),
+        (pool.stride(0) // size, row, head, 1),
+        first // size,
+    )
+
+
 def load(pools: Pools, region: Region, unit: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Canonical rows [..., heads, row_bytes] at places of shape [...]; zeros where the unit is -1."""
     known = (unit >= 0).reshape(-1)

@@ -171,7 +171,7 @@ class TritonOps(TorchOps):
     def attention_kernels(self) -> str:
         """Whose attention it is where the shape fits.
 
-        ``triton``, ``flash_mla`` (of latent layers; classic ones are then Triton's) or ``torch``.
+        ``triton``, ``flash_mla`` (of latent layers; classic ones are then Triton's), ``flashinfer`` or ``torch``.
         """
         return self._attention
 
