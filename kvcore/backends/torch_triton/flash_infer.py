@@ -228,7 +228,6 @@ def _pages(paged: Paged, host: Any, index: Any) -> tuple[torch.Tensor, ...] | st
     real = slots >= 0
     if index.positions.tolist() != np.where(real, starts, -1).tolist() or (lengths != starts + 1)[real].any():
         return ONE_TOKEN
-    lengths[~real] = 0
     if paged.growth == "slot":
         counts, pages = np.minimum(lengths, 1), slots[real]
     else:
