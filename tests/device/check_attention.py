@@ -14,7 +14,7 @@ from kvcore.backends.reference import encoding
 from kvcore.backends.torch_triton import flash, launch
 from kvcore.kernels.triton import chunks
 from kvcore.kernels.triton.attend import Parts
-from kvcore.kernels.triton.record import own_record, row_record
+from kvcore.kernels.triton.record import own_record, recorded
 from kvcore.plan import plan_cache
 from kvcore.spec import FORMATS, CacheSpec, Entries, LayerSpec, Rope, Window, Yarn
 from tests.device.reading_scene import attention, off, scene, turned_back
@@ -178,7 +178,7 @@ def rows_in_words(device: str) -> Iterator[Problem]:
         dim = FORMATS[name].dim or 0
         spec = CacheSpec(layers=[LayerSpec(entries=Entries(dim=dim, ratio=1, format=name))])
         (region,) = plan_cache(spec, max_requests=1, max_tokens=256).region(0, "entries")
-        record, _ = row_record(region)
+        record, _ = recorded(region)
         record = own_record(record, region.format)
         values = torch.randn(8, dim) * torch.exp2(torch.randint(-6, 6, (8, 1)).float())
         values[1, 17], values[5, 0] = torch.nan, torch.inf

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITFunction
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -174,3 +176,33 @@ def language(number, assembly):
         allocate_shared_memory=allocate,
         inline_asm_elementwise=inline,
     )
+
+
+INSTEAD = {
+    "async_copy": SimpleNamespace(commit_group=nothing, wait_group=nothing), "barrier": nothing, "copy": copy,
+    "fence_async_shared": nothing, "mma_v2": product, "warpgroup_mma": group_product,
+    "warpgroup_mma_wait": lambda _, found: found[0],
+}  # fmt: skip
+
+
+def carried_out(modules, monkeypatch):
+    """Let the functions of modules in Gluon be called as they are."""
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, value.fn)
+            elif isinstance(value, gl.constexpr) and not isinstance(value.value, str):
+                monkeypatch.setattr(module, name, value.value)
+            elif name in INSTEAD or name.endswith("_layout"):
+                monkeypatch.setattr(module, name, INSTEAD.get(name, nothing))
+
+
+def at(array):
+    """A pointer to an array without gaps."""
+    assert array.flags.c_contiguous
+    return Pointer(array.reshape(-1).view(np.uint8), 0, array.dtype)
+
+
+def memory_of(pools):
+    """Pointers to the bytes of pools, by name."""
+    return {name: at(np.ascontiguousarray(pool).reshape(-1).view(np.uint8)) for name, pool in pools.items()}

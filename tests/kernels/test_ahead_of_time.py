@@ -16,9 +16,9 @@ from kvcore.kernels.triton import append, canary, checksum, flush, gather, rings
 from kvcore.kernels.triton import states as state_kernels  # noqa: E402
 from kvcore.kernels.triton.launches import canary as canary_launch  # noqa: E402
 from kvcore.kernels.triton.launches.states import state_tile  # noqa: E402
-from kvcore.kernels.triton.record import PLAIN_BYTES, row_record  # noqa: E402
+from kvcore.kernels.triton.record import PLAIN_BYTES, recorded  # noqa: E402
 from kvcore.kernels.triton.shape import boundary_chunk, flush_shape, tile, window_rows  # noqa: E402
-from kvcore.kernels.triton.tail import tail_record  # noqa: E402
+from kvcore.kernels.triton.tail import tail_recorded  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window  # noqa: E402
 from tests.support.ahead_of_time import ARCHITECTURES, check, compiled  # noqa: E402
@@ -72,7 +72,7 @@ def test_write_and_gather_kernels_compile(name, layout, arch, record):
     found = regions(name, layout)
     # Two tile shapes exist; the small one only drops rows.
     for count in (64, 65536) if (layout, arch) == ("packed", 90) else (65536,):
-        keys = row_record(found["index_keys"], 0.5 if FORMATS[name].global_scaled else 1.0)[0]
+        keys = recorded(found["index_keys"], 0.5 if FORMATS[name].global_scaled else 1.0)[0]
         rows, warps = tile(keys, count)
         common = {"ROWS": rows, "NATIVE": arch >= 89}
         options = {"warps": warps, "exact": keys.exact}
@@ -87,14 +87,14 @@ def test_write_and_gather_kernels_compile(name, layout, arch, record):
         )
         check(record, case, gather.gather_all_kernel, arch, {"R": keys, "RATIO": 4, **common}, **options)
         if "window" in found:
-            window, entries = row_record(found["window"])[0], row_record(found["entries"])[0]
+            window, entries = recorded(found["window"])[0], recorded(found["entries"])[0]
             check(record, case, append.append_kernel, arch, {"R": window, **ALONE, **common}, **options)
             check(record, case, gather.gather_window_kernel, arch, {"R": window, "WINDOW": 128, **common}, **options)
             check(record, case, gather.gather_entries_kernel, arch, {"R": entries, "RATIO": 4, **common}, **options)
             whole = {"LAST": True, "RING": True, "WINDOW": 128, "CHUNK": 0}
             check(record, case, gather.own_rows_kernel, arch, {"R": window, **whole, **common}, **options)
         if "kv" in found:
-            kv = row_record(found["kv"])[0]
+            kv = recorded(found["kv"])[0]
             heads = f"{case}, three heads"
             check(record, heads, append.append_kernel, arch, {"R": kv, **ALONE, **common}, given="fp32", **options)
             ring = {"RING": True, "WINDOW": 7, "CHUNK": 0}
@@ -105,7 +105,7 @@ def test_write_and_gather_kernels_compile(name, layout, arch, record):
 
 def test_kernels_that_are_launched_ahead_wait_before_they_touch_memory():
     found = regions("v4_584", "packed")
-    window, keys = row_record(found["window"])[0], row_record(found["entries"])[0]
+    window, keys = recorded(found["window"])[0], recorded(found["entries"])[0]
     rows = {"ROWS": 1, "NATIVE": True}
     for kernel, constants in (
         (append.append_kernel, {"R": window, **rows}),
@@ -118,7 +118,7 @@ def test_kernels_that_are_launched_ahead_wait_before_they_touch_memory():
 
 
 def test_clamping_and_clearing_cost_an_instruction_each():
-    window = row_record(regions("v4_584", "packed")["window"])[0]
+    window = recorded(regions("v4_584", "packed")["window"])[0]
     rows, warps = tile(window, 65536)
     text = compiled(append.append_kernel, 90, {"R": window, "ROWS": rows, "NATIVE": True, **ALONE}, warps=warps).asm[
         "ptx"
@@ -135,7 +135,7 @@ def test_rows_of_several_heads_are_moved_on_their_own_alignment(name):
     # Heads of 64 channels and their scale are 68 bytes: every second row lies off what 8 bytes at once would need.
     kv = CacheSpec(layers=[LayerSpec(kv=KV(key_heads=2, key_dim=64, key_format=name))])
     region = plan_cache(kv, max_requests=2, max_tokens=512, layout="packed").region(0, "kv")[0]
-    found = row_record(region)[0]
+    found = recorded(region)[0]
     assert found.codes_stride == 68
     rows, warps = tile(found, 64)
     constants = {"R": found, "ROWS": rows, "NATIVE": True}
@@ -151,7 +151,7 @@ def test_rows_of_several_heads_are_moved_on_their_own_alignment(name):
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
 @pytest.mark.parametrize("name", ["v4_584", "v41_528", "row_580", "bf16"])
 def test_rotating_append_compiles(name, arch, record):
-    window = row_record(regions(name, "packed")["window"])[0]
+    window = recorded(regions(name, "packed")["window"])[0]
     rows, warps = tile(window, 64)
     constants = {"R": window, "NORM": True, "PAIRS": 32, "ROWS": rows, "NATIVE": arch >= 89, **ALONE}
     case = f"{name}, 64 rows"
@@ -184,10 +184,10 @@ def check_flush_and_tail(record, layout, count, requests, ratio, overlap, entrie
         component = Tail(dim=dim, ratio=ratio, overlap=overlap)
         layer = LayerSpec(tail=component, entries=Entries(dim=dim, ratio=ratio, format="bf16"))
         plan = plan_cache(CacheSpec(layers=[layer]), max_requests=2, max_tokens=512, layout=layout)
-        return tail_record(plan.region(0, "tail")[0], component)[0]
+        return tail_recorded(plan.region(0, "tail")[0], component)[0]
 
-    main, t = row_record(regions(entries, layout)["entries"])[0], tail_of(512)
-    index = main if keys is None else row_record(regions(keys, layout)["index_keys"])[0]
+    main, t = recorded(regions(entries, layout)["entries"])[0], tail_of(512)
+    index = main if keys is None else recorded(regions(keys, layout)["index_keys"])[0]
     it = t if keys is None else tail_of(128)
     shape = flush_shape(main, t, count, requests, 4 if given == "fp32" else 2)
     constants = {
@@ -233,7 +233,7 @@ STATES = {
 def test_kernels_of_recurrent_layers_compile(name, arch, record):
     spec = CacheSpec(layers=[LayerSpec(state=STATES[name])])
     region = plan_cache(spec, max_requests=2, max_tokens=64, max_draft_tokens=3).region(0, "state")[0]
-    states = state_kernels.flattened(row_record(region)[0])
+    states = state_kernels.flattened(recorded(region)[0])
     for kernel, more, count in (
         (state_kernels.write_last_kernel, {}, 1 << 20),
         (state_kernels.select_state_kernel, {}, 0),

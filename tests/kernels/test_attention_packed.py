@@ -1,8 +1,5 @@
 """Attention from codes of a byte and of NF4, its kernel carried out in NumPy, beside the reference."""
 
-import inspect
-from types import SimpleNamespace
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,20 +7,14 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from triton.runtime.jit import JITFunction
-
-from kvcore.backends.reference.backend import ReferenceOps
 from kvcore.kernels.triton import attend_codes, attend_packed
 from kvcore.kernels.triton.device import LARGE, DeviceProps
 from kvcore.kernels.triton.packed import BYTES, LEAST_CAPABILITY, LEVELS_TIMES, packed_of, packed_work, splits_of
-from kvcore.kernels.triton.record import row_record
+from kvcore.kernels.triton.record import recorded
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.spec.codes import NF4_LEVELS
-from kvcore.step import StepRequest, build_index
-from tests.kernels import gluon_in_numpy as stand_in
-from tests.kernels.gluon_in_numpy import BF16, Pointer
-from tests.kernels.test_attention_from_codes import put_together
+from tests.kernels.attention_in_numpy import answers, decoded
 from tests.kernels.test_words import packed, registers
 from tests.support.ahead_of_time import ARCHITECTURES, check
 
@@ -67,62 +58,12 @@ def codes_of(half, parts):
 
 ASSEMBLY = {
     attend_packed.PAIRED.value: lambda weight: weight.astype(np.float16),
-    attend_packed.TURNED.value: lambda rows: rows.reshape(-1, 8, 8).transpose(0, 2, 1).reshape(rows.shape),
+    attend_codes.TURNED.value: lambda rows: rows.reshape(-1, 8, 8).transpose(0, 2, 1).reshape(rows.shape),
 }
 for name, (parts, number) in NUMBERS.items():
     keys, values = getattr(attend_packed, name)
     ASSEMBLY |= {keys.value: of_keys(parts, number), values.value: of_values(parts, number)}
 ASSEMBLY[attend_packed.NF4_LACKING.value] = of_keys(4, lambda codes: LACKING[codes])
-
-
-def attended(plan, pools, index, q, sink, splits, keys_a_tile, monkeypatch):
-    """(parts or outputs [.., heads, dim], base-2 or natural logarithms [.., heads]) of the kernel."""
-    for module in (attend_codes, attend_packed):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction):
-                monkeypatch.setattr(module, name, value.fn)
-        for name in ("operand_layout", "shared_layout", "copy_layout", "barrier"):
-            monkeypatch.setattr(module, name, stand_in.nothing)
-        monkeypatch.setattr(module, "copy", stand_in.copy)
-        monkeypatch.setattr(module, "mma_v2", stand_in.product)
-    for name in ("ROOM", "LEAST"):
-        monkeypatch.setattr(attend_packed, name, getattr(attend_packed, name).value)
-    waits = SimpleNamespace(commit_group=stand_in.nothing, wait_group=stand_in.nothing)
-    monkeypatch.setattr(attend_packed, "async_copy", waits)
-    parts = plan.region(0, "kv")
-    records = [row_record(region) for region in parts]
-    sides = [packed_of(record) for record, _ in records]
-    memory = {name: np.ascontiguousarray(pool).reshape(-1).view(np.uint8) for name, pool in pools.items()}
-    tokens, heads, _ = q.shape
-    dim, groups = records[1][0].dim, int(np.lcm(*(record.heads for record, _ in records)))
-    lines = tokens * splits if splits > 1 else tokens
-    out = np.full((lines, heads, dim), np.nan, np.float32)
-    lse = np.full((lines, heads), np.nan, np.float32)
-
-    def at(array):
-        return Pointer(np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0, array.dtype)
-
-    answers = tuple(Pointer(each.reshape(-1).view(np.uint8), 0, each.dtype) for each in (out, lse))
-    left = np.zeros(9, np.int32) if index.left_padding is None else np.asarray(index.left_padding, np.int32)
-    given = (
-        *answers, *answers, at(q), at(sink),
-        *(Pointer(memory[name], 0, np.uint8) for _, names in records for name in names[:2]),
-        *(at(np.asarray(array, np.int32)) for array in (index.positions, index.request_index, index.block_table, left)),
-        heads, plan.spec.layers[0].kv.window or 0, 0, True, index.block_table.shape[1], splits,
-        q.shape[2] ** -0.5 * 1.4426950408889634,
-    )  # fmt: skip
-    constants = {
-        "K": records[0][0], "V": records[1][0], "SK": sides[0], "SV": sides[1], "LEFT": index.left_padding is not None,
-        "GROUPS": groups, "KEYS": keys_a_tile, "DEPTH": 3,
-    }  # fmt: skip
-    kernel = inspect.unwrap(attend_packed.attend_packed_kernel)
-    for program in range(tokens * groups * -(-(heads // groups) // 8) * splits):
-        language = stand_in.language(program, ASSEMBLY)
-        monkeypatch.setattr(attend_packed, "gl", language)
-        monkeypatch.setattr(attend_codes, "gl", language)
-        with np.errstate(all="ignore"):
-            kernel(*given, **constants)
-    return out, lse
 
 
 @pytest.mark.parametrize(
@@ -143,30 +84,23 @@ def test_its_answers_are_those_of_the_reference(
         key_heads=key_heads, value_heads=value_heads, key_dim=dims[0], value_dim=dims[1], key_format=keys,
         value_format=values, window=window, storage="paged",
     )  # fmt: skip
-    plan = plan_cache(CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=64), max_requests=2, max_tokens=512)
-    ops, blocks, lengths = ReferenceOps(plan), ((0, 3, 5), (1, 4, 2)), (165, 95)
-    pools = ops.allocate()
-    for pool in pools.values():
-        pool.fill(0xFF)
-    left = padding or (None, None)
-    rows = [
-        StepRequest(slot=slot, start=0, new=length, blocks=blocks[slot], stored=0, left_padding=left[slot])
-        for slot, length in enumerate(lengths)
-    ]
-    k, v = (RANDOM.standard_normal((sum(lengths), part.heads, part.format.dim)).astype(np.float32) for part in kv.given)
-    k[:, :, 5] *= 40
-    v *= np.exp2(RANDOM.integers(-14, 15, (len(v), 1, 1)).astype(np.float32))
-    pools = ops.append_kv(pools, 0, ops.index(build_index(rows, max_blocks=3)), k, v)
-    last = [row._replace(start=length - 1, new=1) for row, length in zip(rows, lengths, strict=True)]
-    index = ops.index(build_index(last, max_blocks=3))
-    q = RANDOM.standard_normal((2, all_heads, dims[0])).astype(BF16)
-    sink = RANDOM.standard_normal(all_heads).astype(np.float32)
-    want = ops.attend_kv(pools, 0, index, q.astype(np.float32), columns=max(lengths), sink=sink)
-    out, lse = attended(plan, pools, index, q, sink, splits, keys_a_tile, monkeypatch)
-    if splits > 1:
-        out, lse = put_together(out, lse, 2, splits, sink)
-    np.testing.assert_allclose(lse, want.lse, atol=2e-5)
-    np.testing.assert_allclose(out, want.out, atol=2.0**-9 * np.abs(want.out).max())
+
+    def spoiled(k, v):
+        return k, v * np.exp2(RANDOM.integers(-14, 15, (len(v), 1, 1)).astype(np.float32))
+
+    case = decoded(kv, all_heads, RANDOM, spoiled, padding=padding)
+    records = [recorded(region) for region in case.plan.region(0, "kv")]
+    constants = {
+        "K": records[0][0], "V": records[1][0], "SK": packed_of(records[0][0]), "SV": packed_of(records[1][0]),
+        "LEFT": padding is not None, "GROUPS": int(np.lcm(key_heads, value_heads)), "KEYS": keys_a_tile, "DEPTH": 3,
+    }  # fmt: skip
+    buffers, index = [name for _, names in records for name in names[:2]], case.index
+    left = np.zeros(9) if padding is None else index.left_padding
+    arrays = index.positions, index.request_index, index.block_table, left
+    kernel, modules = attend_packed.attend_packed_kernel, [attend_codes, attend_packed]
+    out, lse = answers(kernel, modules, ASSEMBLY, case, splits, buffers, arrays, constants, monkeypatch)
+    np.testing.assert_allclose(lse, case.want.lse, atol=2e-5)
+    np.testing.assert_allclose(out, case.want.out, atol=2.0**-9 * np.abs(case.want.out).max())
 
 
 def pairs_of(assembly, word, parts):
@@ -209,7 +143,7 @@ def test_nf4_codes_of_a_register_are_taken_apart(codes):
 def test_it_compiles(keys, values, dim, arch, record):
     kv = KV(key_heads=8, key_dim=dim, key_format=keys, value_format=values)
     plan = plan_cache(CacheSpec(layers=[LayerSpec(kv=kv)]), max_requests=2, max_tokens=512)
-    k, v = (row_record(region)[0] for region in plan.region(0, "kv"))
+    k, v = (recorded(region)[0] for region in plan.region(0, "kv"))
     cut = packed_work(k, v, DeviceProps(arch, 132, LARGE))
     constants = {
         "K": k, "V": v, "SK": cut.keys, "SV": cut.values, "LEFT": False, "GROUPS": 8, "KEYS": cut.config.keys,
@@ -235,7 +169,7 @@ def test_it_compiles(keys, values, dim, arch, record):
 def test_what_it_does_not_take(keys, values, options, block):
     kv = KV(**{"key_heads": 2, "key_dim": 128, "key_format": keys, "value_format": values, **options})
     plan = plan_cache(CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=block), max_requests=2, max_tokens=512)
-    k, v = (row_record(region)[0] for region in plan.region(0, "kv"))
+    k, v = (recorded(region)[0] for region in plan.region(0, "kv"))
     assert packed_work(k, v, DeviceProps(90, 132, LARGE)) is None
     assert packed_work(k, v, DeviceProps(80, 108, LARGE)) is None
 

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 from kvcore.kernels.triton import append_groups, attend_codes, attend_groups
 from kvcore.kernels.triton.groups import groups_fit, groups_recorded
 from kvcore.kernels.triton.launches.kv_groups import APPEND_REGISTERS, APPEND_WARPS, CLOSE_WARPS, pieces_of
-from kvcore.kernels.triton.record import row_record
+from kvcore.kernels.triton.record import recorded
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from tests.kernels.test_words import halves, packed, registers
@@ -22,7 +22,7 @@ def constants_of(keys, values, dims=(128, 128)):
     kv = KV(key_heads=8, key_dim=dims[0], value_dim=dims[1], key_format=keys, value_format=values)
     plan = plan_cache(CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=64), max_requests=2, max_tokens=512)
     k, v = (groups_recorded(region)[0] for region in plan.region(0, "kv"))
-    raw_k, raw_v = (row_record(region)[0] for region in plan.region(0, "kv_tail"))
+    raw_k, raw_v = (recorded(region)[0] for region in plan.region(0, "kv_tail"))
     return {"K": k, "V": v, "TK": raw_k, "TV": raw_v}
 
 

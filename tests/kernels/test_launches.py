@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from kvcore.kernels.triton import topk
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.groups import groups_recorded
-from kvcore.kernels.triton.launches import LAUNCHES
+from kvcore.kernels.triton.launches import LAUNCHES, launching
 from kvcore.kernels.triton.launches.launching import (
     Array,
     Bound,
@@ -19,12 +19,10 @@ from kvcore.kernels.triton.launches.launching import (
     Kernel,
     Part,
     bind,
-    bind_group,
-    bind_tail,
 )
 from kvcore.kernels.triton.launches.states import bind_states
-from kvcore.kernels.triton.record import row_record
-from kvcore.kernels.triton.tail import tail_record
+from kvcore.kernels.triton.record import recorded
+from kvcore.kernels.triton.tail import tail_recorded
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window
 from tests.support.ahead_of_time import kernels
@@ -113,18 +111,18 @@ class Recorder:
 
 
 def number_of(role, layer=0, part=0):
-    record, _ = row_record(PLAN.region(layer, role)[part])
+    record, _ = recorded(PLAN.region(layer, role)[part])
     return bind(Bound(record, 0, 1, 2))
 
 
 def tail_of(role):
-    record, _ = tail_record(PLAN.region(0, role)[0], getattr(CSA, role))
-    return bind_tail(BoundTail(record, 0, 1))
+    record, _ = tail_recorded(PLAN.region(0, role)[0], getattr(CSA, role))
+    return bind(BoundTail(record, 0, 1), launching.TAILS)
 
 
 def groups_of(part):
     record, _ = groups_recorded(PLAN.region(3, "kv")[part])
-    return bind_group(BoundGroups(record, 0, 1, 2))
+    return bind(BoundGroups(record, 0, 1, 2), launching.GROUPS)
 
 
 def pools(mark=""):
@@ -264,7 +262,7 @@ FILLED = {
 """Arrays that a launch makes, and that a kernel does not write."""
 
 
-def recorded(name, function=None, *, gluon=True, **given):
+def launches_of(name, function=None, *, gluon=True, **given):
     """What a launch launches."""
     launch, to, arguments = LAUNCHES[name], Recorder(gluon=gluon), {}
     for parameter, kind in launch.parameters.items():
@@ -304,13 +302,13 @@ def faults(name, launched):
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_kernels_are_given_the_arrays_that_their_parameters_name(name):
-    assert not faults(name, recorded(name))
+    assert not faults(name, launches_of(name))
 
 
 @pytest.mark.parametrize("name", [name for name in LAUNCHES if Array | None in LAUNCHES[name].parameters.values()])
 def test_what_is_absent_has_a_stand_in(name):
     absent = {key: None for key, kind in LAUNCHES[name].parameters.items() if kind == Array | None}
-    for kernel, _, given in recorded(name, **absent):
+    for kernel, _, given in launches_of(name, **absent):
         assert [*given] == [*kernel.names]
         assert all(isinstance(value, Named) == key.endswith("_ptr") for key, value in given.items())
 
@@ -318,13 +316,13 @@ def test_what_is_absent_has_a_stand_in(name):
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("most", [0, 5])
 def test_every_kernel_of_groups_is_given_its_arrays(fast, most):
-    assert not faults("attend_groups_rows", recorded("attend_groups_rows", fast=fast))
-    assert not faults("append_groups_rows", recorded("append_groups_rows", most=most))
+    assert not faults("attend_groups_rows", launches_of("attend_groups_rows", fast=fast))
+    assert not faults("append_groups_rows", launches_of("append_groups_rows", most=most))
 
 
 def of_few_rows():
     """A choice from few rows, whose lists several programs share."""
-    return recorded("select_rows", gluon=False, scores=Named("scores", (1, 100)))
+    return launches_of("select_rows", gluon=False, scores=Named("scores", (1, 100)))
 
 
 def test_few_rows_are_given_what_many_are():
@@ -333,7 +331,7 @@ def test_few_rows_are_given_what_many_are():
 
 def of_long_rows():
     """A choice from few long rows, which Hopper has kernels for."""
-    return recorded("select_rows", scores=Named("scores", (2, 40_000)))
+    return launches_of("select_rows", scores=Named("scores", (2, 40_000)))
 
 
 def test_few_long_rows_are_given_what_others_are():
@@ -346,7 +344,7 @@ def test_few_long_rows_are_given_what_others_are():
 
 def of_pool_rows():
     """Attention without the step's own rows, which Hopper has a kernel for."""
-    return recorded("attend_rows", own=None)
+    return launches_of("attend_rows", own=None)
 
 
 def test_attention_on_hopper_is_given_what_others_are():
@@ -359,7 +357,7 @@ def test_attention_on_hopper_is_given_what_others_are():
 def of_codes(layer, heads=HEADS, tokens=Q, **given):
     """Scores of queries in e4m3, one a request."""
     q = Named("q", (tokens, heads, 128), "float8_e4m3fn")
-    return recorded("score_rows", q=q, record=number_of("index_keys", layer), columns=262_144, **given)
+    return launches_of("score_rows", q=q, record=number_of("index_keys", layer), columns=262_144, **given)
 
 
 @pytest.mark.parametrize(("layer", "name"), [(5, "hopper_codes_kernel"), (6, "hopper_nibbles_kernel")])
@@ -379,7 +377,7 @@ def test_scores_of_codes_on_hopper_are_given_what_others_are(layer, name):
 def of_packed_rows(**given):
     """Attention of a token of each request to rows that are taken as they are, without the step's own."""
     records = [number_of("kv", 4), number_of("kv", 4, 1), -1, -1]
-    return recorded(
+    return launches_of(
         "attend_kv_rows", own_keys=None, own_values=None, records=records, slots=Named("slots", (T,)), **given
     )
 
@@ -396,13 +394,13 @@ def test_attention_from_packed_rows_is_given_what_others_are(gluon):
 @pytest.mark.parametrize("name", OF_HOPPER)
 def test_kernels_of_hopper_are_given_what_their_twins_are(name):
     for gluon in (True, False):
-        launched = recorded(name, gluon=gluon, **BF16.get(name, {}))
+        launched = launches_of(name, gluon=gluon, **BF16.get(name, {}))
         assert any(kernel.kernel.is_gluon() for kernel, _, _ in launched) == gluon
         assert not faults(name, launched)
 
 
 def test_every_kernel_is_launched():
-    others = *recorded("attend_groups_rows", fast=False), *recorded("append_groups_rows", most=5)
+    others = *launches_of("attend_groups_rows", fast=False), *launches_of("append_groups_rows", most=5)
     every = [
         *of_few_rows(),
         *of_long_rows(),
@@ -411,13 +409,13 @@ def test_every_kernel_is_launched():
         *of_codes(6),
         *of_packed_rows(),
         *others,
-        *(one for name in LAUNCHES for one in recorded(name)),
+        *(one for name in LAUNCHES for one in launches_of(name)),
     ]
     every += [
         one
         for name in OF_HOPPER
         for gluon in (True, False)
-        for one in recorded(name, gluon=gluon, **BF16.get(name, {}))
+        for one in launches_of(name, gluon=gluon, **BF16.get(name, {}))
     ]
     assert {one.kernel.fn.__name__ for one, _, _ in every} == {*kernels()}
 
@@ -431,16 +429,16 @@ def test_a_launch_that_mixes_arrays_up_is_seen(monkeypatch):
     monkeypatch.setattr(Recorder, "run", run)
     given = ("codes", "scales"), ("scales", "codes"), ("starts", "lengths"), ("lengths", "starts")
     wanted = [f"store_entries_kernel: {one}_ptr is given {other}" for one, other in given]
-    assert faults("store_rows", recorded("store_rows")) == wanted
+    assert faults("store_rows", launches_of("store_rows")) == wanted
 
 
 def test_a_launch_with_too_few_or_other_arguments_is_seen(monkeypatch):
     right = Recorder.run
     monkeypatch.setattr(Recorder, "run", lambda self, kernel, grid, a, n: right(self, kernel, grid, a[:-1], n))
     with pytest.raises(ValueError, match="shorter"):
-        recorded("append_rows")
+        launches_of("append_rows")
     monkeypatch.setattr(Recorder, "run", lambda self, kernel, grid, a, n: right(self, kernel, grid, a, n[::-1]))
-    assert faults("append_rows", recorded("append_rows")) == [f"append_kernel: table_columns = {T}"]
+    assert faults("append_rows", launches_of("append_rows")) == [f"append_kernel: table_columns = {T}"]
 
 
 def test_a_kernel_is_known_by_its_constants_and_what_it_writes():
@@ -456,6 +454,6 @@ def test_a_kernel_is_known_by_its_constants_and_what_it_writes():
 @pytest.mark.parametrize(("tokens", "ahead"), [(1, True), (256, True), (8192, False)])
 def test_small_launches_alone_come_up_ahead(tokens, ahead):
     positions = Named("positions", (tokens,))
-    ((kernel, _, _),) = recorded("append_rows", positions=positions, values=Named("values", (tokens, DIM)))
+    ((kernel, _, _),) = launches_of("append_rows", positions=positions, values=Named("values", (tokens, DIM)))
     assert kernel.constants["AHEAD"] == ahead
     assert kernel.options == ({"launch_pdl": True} if ahead else {})

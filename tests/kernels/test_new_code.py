@@ -7,7 +7,8 @@ pytest.importorskip("torch")
 
 from kvcore.errors import BackendError  # noqa: E402
 from kvcore.kernels.triton import append, attend, gather  # noqa: E402
-from kvcore.kernels.triton.record import row_record  # noqa: E402
+from kvcore.kernels.triton.record import recorded  # noqa: E402
+from kvcore.ops.choices import Declined  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, CacheSpec, Field, Format, LayerSpec, Window  # noqa: E402
 from tests.support.ahead_of_time import compiled  # noqa: E402
@@ -23,7 +24,7 @@ def region_of(format: Format, role: str = "window"):
 @pytest.mark.parametrize("kind", ["scaled", "plain"])
 def test_new_code_is_refused(kind, role):
     with new_code() as formats, pytest.raises(BackendError) as refused:
-        row_record(region_of(formats[kind], role))
+        recorded(region_of(formats[kind], role))
     assert NAME in refused.value.got
     assert refused.value.where == f"format {formats[kind].name}: Triton kernels"
 
@@ -40,7 +41,7 @@ def test_a_wide_code_with_a_scale_is_left_to_plain_operations():
         amax_floor=1e-4,
     )
     try:
-        assert row_record(region_of(format)) is None
+        assert isinstance(recorded(region_of(format)), Declined)
     finally:
         FORMATS._formats.pop(format.name, None)
 
@@ -49,7 +50,7 @@ def record_of(name: str, **changes):
     plan = plan_cache(
         CacheSpec(layers=[LayerSpec(window=Window(dim=64, window=4, format=name))]), max_requests=1, layout="packed"
     )
-    record, _ = row_record(plan.region(0, "window")[0])
+    record, _ = recorded(plan.region(0, "window")[0])
     return record._replace(**changes)
 
 

@@ -35,7 +35,7 @@ from kvcore.kernels.triton.launches.indexer import (
     ROUND,
     SEEN_REGISTERS,
 )
-from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
+from kvcore.kernels.triton.record import plain_record, power_of_two, recorded
 from kvcore.kernels.triton.scores import hopper_takes, score_config, takes_codes
 from kvcore.kernels.triton.shape import tile
 from kvcore.kernels.triton.topk import (
@@ -77,7 +77,7 @@ def record_of(role, **component):
     if role == "index_keys":
         layer["entries"] = Entries(dim=16, ratio=4, format="bf16")
     plan = plan_cache(CacheSpec(layers=[LayerSpec(**layer)]), max_requests=2, max_tokens=512)
-    return row_record(plan.region(0, role)[0])[0]
+    return recorded(plan.region(0, role)[0])[0]
 
 
 def attention_constants(name, arch, *, bf16=True, config=None, decoded=False, **options):
@@ -179,7 +179,7 @@ def classic_constants(
 ):
     kv = KV(key_heads=heads, key_dim=dims[0], value_dim=dims[1], key_format=keys, value_format=values)
     spec = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=block)
-    k, v = (row_record(region)[0] for region in plan_cache(spec, max_requests=2, max_tokens=512).region(0, "kv"))
+    k, v = (recorded(region)[0] for region in plan_cache(spec, max_requests=2, max_tokens=512).region(0, "kv"))
     sides = attend_kv.sides_of(k, v, None, bf16=bf16, native=arch >= 89)
     config = attend_kv.config_of(arch, sides)
     span, some = attend_kv.span_of(each), power_of_two(group)

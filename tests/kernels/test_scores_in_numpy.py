@@ -1,7 +1,5 @@
 """Scores of FP4 keys by queries in e4m3, their kernel for Hopper carried out in NumPy, beside the reference."""
 
-import inspect
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,16 +7,13 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from triton.runtime.jit import JITFunction
-
 from kvcore.backends.reference.backend import ReferenceOps
 from kvcore.kernels.triton import scores_hopper, scores_nibbles
-from kvcore.kernels.triton.record import row_record
+from kvcore.kernels.triton.record import recorded
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec
 from kvcore.step import StepRequest, build_index
-from tests.kernels import gluon_in_numpy as stand_in
-from tests.kernels.gluon_in_numpy import Pointer
+from tests.kernels.gluon_in_numpy import at, carried_out, language, memory_of
 
 RANDOM = np.random.default_rng(11)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -75,38 +70,24 @@ ASSEMBLY = {scores_nibbles.SPREAD.value: spread, scores_nibbles.LARGEST.value: l
 
 def scored(plan, pools, index, q, weights, columns, tiles, monkeypatch):
     """Scores [tokens, columns] of the kernel."""
-    for module in (scores_hopper, scores_nibbles):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction):
-                monkeypatch.setattr(module, name, value.fn)
-    for name in ("PART", "NEXT_PART", "ONE"):
-        monkeypatch.setattr(scores_nibbles, name, getattr(scores_nibbles, name).value)
+    modules = scores_hopper, scores_nibbles
+    carried_out(modules, monkeypatch)
     monkeypatch.setattr(scores_nibbles, "NAMED", True)
-    monkeypatch.setattr(scores_nibbles, "words_layout", stand_in.nothing)
-    monkeypatch.setattr(scores_nibbles, "barrier", stand_in.nothing)
-    monkeypatch.setattr(scores_nibbles, "fence_async_shared", stand_in.nothing)
-    monkeypatch.setattr(scores_nibbles, "warpgroup_mma", stand_in.group_product)
-    monkeypatch.setattr(scores_nibbles, "warpgroup_mma_wait", lambda _, deps: deps[0])
     (region,) = plan.region(0, "index_keys")
-    record, (codes, scales, _) = row_record(region)
-    memory = {name: np.ascontiguousarray(pool).reshape(-1).view(np.uint8) for name, pool in pools.items()}
+    record, (codes, scales, _) = recorded(region)
+    memory = memory_of(pools)
     out = np.full((len(q), columns), np.nan, np.float32)
-
-    def at(array):
-        return Pointer(np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0, array.dtype)
-
+    arrays = index.positions, index.request_index, index.block_table
     given = (
-        Pointer(out.reshape(-1).view(np.uint8), 0, out.dtype), at(q), at(weights),
-        Pointer(memory[codes], 0, np.uint8), Pointer(memory[scales], 0, np.uint8),
-        *(at(np.asarray(array, np.int32)) for array in (index.positions, index.request_index, index.block_table)),
+        at(out), at(q), at(weights), memory[codes], memory[scales],
+        *(at(np.ascontiguousarray(array, np.int32)) for array in arrays),
         len(q), q.shape[1], columns, index.block_table.shape[1], tiles,
     )  # fmt: skip
-    kernel = inspect.unwrap(scores_nibbles.hopper_nibbles_kernel)
     for program in range(len(q) * -(-columns // (64 * tiles))):
-        for module in (scores_hopper, scores_nibbles):
-            monkeypatch.setattr(module, "gl", stand_in.language(program, ASSEMBLY))
+        for module in modules:
+            monkeypatch.setattr(module, "gl", language(program, ASSEMBLY))
         with np.errstate(all="ignore"):
-            kernel(*given, R=record, RATIO=4, HEADS=16, AHEAD=False)
+            scores_nibbles.hopper_nibbles_kernel(*given, R=record, RATIO=4, HEADS=16, AHEAD=False)
     return out
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches.launching import TAILS
-from kvcore.kernels.triton.tail import TailRecord, tail_record
+from kvcore.kernels.triton.tail import TailRecord, tail_recorded
 from kvcore.ops.choices import Declined
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, LayerSpec, Tail, presets
@@ -64,7 +64,7 @@ def test_a_tail_is_told_by_its_places(layout, tail, places, buffers):
     layer = LayerSpec(tail=component, entries=Entries(dim=tail["dim"], ratio=tail["ratio"], format="bf16"))
     spec = CacheSpec(layers=[layer], block_tokens=12)
     (region,) = plan_cache(spec, max_requests=2, max_tokens=24, layout=layout).region(0, "tail")
-    assert tail_record(region, component) == (TailRecord(**tail, **places), tuple(buffers))
+    assert tail_recorded(region, component) == (TailRecord(**tail, **places), tuple(buffers))
 
 
 @pytest.mark.parametrize("layout", ["packed", "planar"])

@@ -24,9 +24,7 @@ from kvcore.kernels.triton.launches.launching import GROUPS as GROUPS
 from kvcore.kernels.triton.launches.launching import TAILS as TAILS
 from kvcore.kernels.triton.launches.launching import Array, Launch
 from kvcore.kernels.triton.launches.launching import Bound as Bound
-from kvcore.kernels.triton.launches.launching import BoundTail as BoundTail
 from kvcore.kernels.triton.launches.launching import bind as bind
-from kvcore.kernels.triton.launches.launching import bind_tail as bind_tail
 
 TENSORS = {
     Array: Tensor, Array | None: Tensor | None, list[Array]: list[Tensor],

@@ -334,6 +334,51 @@ def take_tail(
     return largest, total, more, offset_sums * kept[None, :]
 
 
+@gluon.jit
+def share_of(heads, splits, GROUPS: gl.constexpr):
+    """(token, split of its keys, group of heads, first head there, heads of a group) of a program of eight heads."""
+    program = gl.program_id(0)
+    size = heads // GROUPS
+    blocks = (size + 7) // 8
+    group = program // blocks % GROUPS
+    split = program // (blocks * GROUPS) % splits
+    token = program // (blocks * GROUPS * splits)
+    return token, split, group, program % blocks * 8, size
+
+
+@gluon.jit
+def seen_by(token, positions_ptr, request_ptr, left_ptr, window, chunk, LEFT: gl.constexpr):
+    """(a token's request, its position, the first position that it sees); position -1 where it is nobody's."""
+    request = gl.load(request_ptr + token)
+    position = gl.load(positions_ptr + token, mask=request >= 0, other=-1)
+    request = gl.maximum(request, 0)
+    left = position * 0
+    if LEFT:
+        left = gl.load(left_ptr + request)
+    of_chunk = left + (position - left) // gl.maximum(chunk, 1) * chunk
+    return request, position, gl.maximum(gl.where(window > 0, position + 1 - window, of_chunk), left)
+
+
+@gluon.jit
+def store_lse(
+    lse, some, head, inside, token, split, splits, heads, first, sunk, lse_ptr, partial_lse_ptr, sink_ptr
+):  # fmt: skip
+    """Store what sums of weights come to, of heads from ``first`` on: (factor of outputs, line of ``first``).
+
+    A line is a token's, or that of its part, where its keys are shared.
+    """
+    line = token.to(gl.int64) * heads + first
+    if splits > 1:
+        line = (token.to(gl.int64) * splits + split) * heads + first
+        gl.store(partial_lse_ptr + line + head, lse, mask=inside)
+    else:
+        gl.store(lse_ptr + line + head, lse * 0.6931471805599453, mask=inside)
+        if sunk:
+            sink = gl.load(sink_ptr + first + head, mask=inside, other=float("-inf")).to(gl.float32)
+            some = some / (1.0 + gl.exp2(sink * 1.4426950408889634 - lse))
+    return some, line
+
+
 @gluon.jit(do_not_specialize=["heads", "window", "chunk", "sunk", "table_columns", "splits"])
 def attend_codes_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, q_ptr, sink_ptr, key_codes_ptr, key_scales_ptr, key_plain_ptr,
@@ -359,23 +404,10 @@ def attend_codes_kernel(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
 
-    program = gl.program_id(0)
-    size = heads // GROUPS
-    blocks = (size + 7) // 8
-    group = program // blocks % GROUPS
-    split = program // (blocks * GROUPS) % splits
-    token = program // (blocks * GROUPS * splits)
-    first_head = program % blocks * 8
+    token, split, group, first_head, size = share_of(heads, splits, GROUPS)
     key_head = group * K.heads // GROUPS
     value_head = group * V.heads // GROUPS
-    request = gl.load(request_ptr + token)
-    position = gl.load(positions_ptr + token, mask=request >= 0, other=-1)
-    request = gl.maximum(request, 0)
-    left = position * 0
-    if LEFT:
-        left = gl.load(left_ptr + request)
-    of_chunk = left + (position - left) // gl.maximum(chunk, 1) * chunk
-    earliest = gl.maximum(gl.where(window > 0, position + 1 - window, of_chunk), left)
+    request, position, earliest = seen_by(token, positions_ptr, request_ptr, left_ptr, window, chunk, LEFT)
     closed = (position + 1) // ratio
     first = gl.minimum(earliest // ratio, closed)
     each = (closed - first + splits - 1) // splits
@@ -481,15 +513,9 @@ def attend_codes_kernel(
     lse = largest + gl.log2(gl.where(sums == 0.0, 1.0, sums))
     heads_of = first_head + gl.arange(0, 8, layout=COLUMNS)
     inside = heads_of < size
-    at_line = line
-    if splits > 1:
-        at_line = (token.to(gl.int64) * splits + split) * heads + group * size
-        gl.store(partial_lse_ptr + at_line + heads_of, lse, mask=inside)
-    else:
-        gl.store(lse_ptr + line + heads_of, lse * 0.6931471805599453, mask=inside)
-        if sunk:
-            sink = gl.load(sink_ptr + group * size + heads_of, mask=inside, other=float("-inf")).to(gl.float32)
-            some = some / (1.0 + gl.exp2(sink * 1.4426950408889634 - lse))
+    some, at_line = store_lse(
+        lse, some, heads_of, inside, token, split, splits, heads, group * size, sunk, lse_ptr, partial_lse_ptr, sink_ptr
+    )
     number_of = gl.arange(0, 16, layout=ROWS)
     row_of = gl.arange(0, V.width, layout=ROWS)
     fourth: gl.constexpr = V.width // 4

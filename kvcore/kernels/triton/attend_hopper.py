@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kvcore.kernels.triton.chunks import E4M3_WORD_TIMES_PAIR
 from kvcore.kernels.triton.latent import cos_sin
 
 
@@ -33,34 +34,9 @@ def member(record, field, what):
 def scaled_words(word, scale):
     """Words of four e4m3 codes [n, w] times scales [n, w], two equal bf16 numbers a word -> bf16 [n, 4 w]."""
     a, b, c, d = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high, h0, h1, h2, h3;
-        .reg .b32 x, y;
-        .reg .f32 f0, f1, f2, f3;
-        mov.b32 {low, high}, $4;
-        cvt.rn.f16x2.e4m3x2 x, low;
-        cvt.rn.f16x2.e4m3x2 y, high;
-        mov.b32 {h0, h1}, x;
-        mov.b32 {h2, h3}, y;
-        cvt.f32.f16 f0, h0;
-        cvt.f32.f16 f1, h1;
-        cvt.f32.f16 f2, h2;
-        cvt.f32.f16 f3, h3;
-        cvt.rn.bf16x2.f32 x, f1, f0;
-        cvt.rn.bf16x2.f32 y, f3, f2;
-        mul.rn.bf16x2 x, x, $5;
-        mul.rn.bf16x2 y, y, $5;
-        mov.b32 {$0, $1}, x;
-        mov.b32 {$2, $3}, y;
-        }
-        """,
-        "=h,=h,=h,=h,r,r",
-        [word, scale],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=1,
-    )
+        E4M3_WORD_TIMES_PAIR, "=h,=h,=h,=h,r,r", [word, scale],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+    )  # fmt: skip
     return gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), (word.shape[0], 4 * word.shape[1]))
 
 

@@ -21,10 +21,11 @@ import triton
 import triton.language as tl
 
 from kvcore.kernels.triton.attend import beside_sink
-from kvcore.kernels.triton.chunks import row_pointers, scale_value
+from kvcore.kernels.triton.chunks import row_pointers
 from kvcore.kernels.triton.codes import round_bf16
 from kvcore.kernels.triton.device import INTERPRETED, LARGE, DeviceProps
 from kvcore.kernels.triton.record import RowRecord, aligned, ceil_div, own_record, power_of_two
+from kvcore.kernels.triton.rows import scale_value
 from kvcore.kernels.triton.words import load_packed, unpack_chunk
 from kvcore.ops.choices import Declined
 from kvcore.spec import Format
@@ -204,14 +205,17 @@ def span_of(each: int) -> int:
 
 
 @cache
-def splits_for(props: DeviceProps, programs: int, keys: int, config: TileConfig) -> int:
-    """Programs that share a group's keys, of which there are at most ``keys``: as many as end the soonest."""
+def splits_for(props: DeviceProps, programs: int, keys: int, config: TileConfig, uneven: float = 0.0) -> int:
+    """Programs that share a group's keys, of which there are at most ``keys``: as many as end the soonest.
+
+    ``uneven``: how much later than all others the last one ends, as a part of what one takes.
+    """
     slots, tiles = config.resident * props.multiprocessors, max(1, ceil_div(keys, config.keys))
-    best, least = 1, 0
+    best, least = 1, 0.0
     for splits in range(1, min(MOST_SPLITS, tiles) + 1):
         # What a program takes and what it costs, so many times in turn; then the parts are merged.
         turn = ceil_div(tiles, splits) * config.keys + START
-        time = ceil_div(programs * splits, slots) * turn + splits
+        time = (ceil_div(programs * splits, slots) + uneven) * turn + splits
         if splits == 1 or time < least:
             best, least = splits, time
     return best

@@ -18,12 +18,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kvcore.kernels.triton.attend_codes import (
+    as_operand,
     barrier,
     copy,
     copy_layout,
     operand_layout,
     row_at,
+    seen_by,
+    share_of,
     shared_layout,
+    store_lse,
 )
 from kvcore.kernels.triton.packed import LEVELS_TIMES
 from kvcore.kernels.triton.words import table_of
@@ -106,8 +110,6 @@ NF4 = (
 NF4_LACKING = gl.constexpr(_pairs(_looked_up("h", 4, _UPPER), "h", "0", "0x1404", "0x3424"))
 """Of keys: what is lacking of the numbers that the first one gives."""
 PAIRED = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
-TURNED = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
-"""Of a warp's eight rows of eight numbers, two neighbours of a row a thread: two of a column instead."""
 
 
 @triton.constexpr_function
@@ -206,15 +208,6 @@ def copy_tile(
     copy_side(buffer, unit, first, value_head, codes_ptr, scales_ptr, codes, scales, low, high, KEYS, V, SV, True)
 
 
-@gluon.jit
-def as_operand(weights, B: gl.constexpr):
-    """Weights [keys, heads] as a product has them -> as the next one takes them: neighbours in a thread are keys."""
-    keys: gl.constexpr = weights.shape[0]
-    turned = gl.inline_asm_elementwise(TURNED, "=r,r", [weights], dtype=gl.float16, is_pure=True, pack=2)
-    turned = gl.permute(turned.reshape([keys // 8, 8, 8]), (0, 2, 1))
-    return gl.convert_layout(turned.reshape([keys, 8]), B)
-
-
 @gluon.jit(do_not_specialize=["heads", "window", "chunk", "sunk", "table_columns", "splits"])
 def attend_packed_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, q_ptr, sink_ptr, key_codes_ptr, key_scales_ptr, codes_ptr,
@@ -240,23 +233,10 @@ def attend_packed_kernel(
     key_panels: gl.constexpr = key_fields * key_parts
     panels: gl.constexpr = fields * parts
 
-    program = gl.program_id(0)
-    size = heads // GROUPS
-    blocks = (size + 7) // 8
-    group = program // blocks % GROUPS
-    split = program // (blocks * GROUPS) % splits
-    token = program // (blocks * GROUPS * splits)
-    first_head = program % blocks * 8
+    token, split, group, first_head, size = share_of(heads, splits, GROUPS)
     key_head = group * K.heads // GROUPS
     value_head = group * V.heads // GROUPS
-    request = gl.load(request_ptr + token)
-    position = gl.load(positions_ptr + token, mask=request >= 0, other=-1)
-    request = gl.maximum(request, 0)
-    left = position * 0
-    if LEFT:
-        left = gl.load(left_ptr + request)
-    of_chunk = left + (position - left) // gl.maximum(chunk, 1) * chunk
-    earliest = gl.maximum(gl.where(window > 0, position + 1 - window, of_chunk), left)
+    request, position, earliest = seen_by(token, positions_ptr, request_ptr, left_ptr, window, chunk, LEFT)
     before = earliest // KEYS
     tiles = (gl.maximum(position + 1 - before * KEYS, 0) + KEYS - 1) // KEYS
     each = (tiles + splits - 1) // splits
@@ -368,15 +348,9 @@ def attend_packed_kernel(
     heads_of = first_head + gl.arange(0, 8, layout=COLUMNS)
     inside = heads_of < size
     column = SV.parts * gl.arange(0, SV.columns, layout=ROWS)
-    at_line = line
-    if splits > 1:
-        at_line = (token.to(gl.int64) * splits + split) * heads + group * size
-        gl.store(partial_lse_ptr + at_line + heads_of, lse, mask=inside)
-    else:
-        gl.store(lse_ptr + line + heads_of, lse * 0.6931471805599453, mask=inside)
-        if sunk:
-            sink = gl.load(sink_ptr + group * size + heads_of, mask=inside, other=float("-inf")).to(gl.float32)
-            some = some / (1.0 + gl.exp2(sink * 1.4426950408889634 - lse))
+    some, at_line = store_lse(
+        lse, some, heads_of, inside, token, split, splits, heads, group * size, sunk, lse_ptr, partial_lse_ptr, sink_ptr
+    )
     # Times what weights were divided by.
     some = gl.where(total == 0.0, 0.0, some * power(top) * (0.5**ROOM * SV.factor))[None, :]
     offset = (at_line + heads_of)[None, :] * V.dim + column[:, None]

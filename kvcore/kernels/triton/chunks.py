@@ -8,8 +8,8 @@ products' precision (``full``: fp32, else bf16) and ``apart``.
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.codes import e2m1_value, e4m3_value, e8m0_value, nf4_value
-from kvcore.kernels.triton.rows import element_offsets
+from kvcore.kernels.triton.codes import e2m1_value, nf4_value
+from kvcore.kernels.triton.rows import code_value, element_offsets, scale_value
 
 
 @triton.constexpr_function
@@ -93,50 +93,46 @@ def load_scales(at, valid, R: tl.constexpr):
     return scales
 
 
-@triton.jit
-def scale_value(stored, R: tl.constexpr, NATIVE: tl.constexpr):
-    """Stored scales (int32) -> fp32."""
-    if R.scale == "fp32":
-        value = stored.to(tl.float32, bitcast=True)
-    elif R.scale == "e8m0":
-        value = e8m0_value(stored)
-    elif R.scale == "e4m3":
-        value = e4m3_value(stored, NATIVE)
-    else:
-        tl.static_assert(False, "a scale code that the kernels do not read")
-    return value
+def of_e4m3_word(numbers: str = "", pairs: str = "") -> str:
+    """Assembly from a word of four e4m3 codes to as many bf16 numbers.
+
+    ``numbers`` and ``pairs`` are what is done to them on the way: to f0 .. f3 in fp32, to x and y of two bf16 numbers.
+    """
+    return f"""{{
+    .reg .b16 low, high, h0, h1, h2, h3;
+    .reg .b32 x, y;
+    .reg .f32 f0, f1, f2, f3;
+    mov.b32 {{low, high}}, $4;
+    cvt.rn.f16x2.e4m3x2 x, low;
+    cvt.rn.f16x2.e4m3x2 y, high;
+    mov.b32 {{h0, h1}}, x;
+    mov.b32 {{h2, h3}}, y;
+    cvt.f32.f16 f0, h0;
+    cvt.f32.f16 f1, h1;
+    cvt.f32.f16 f2, h2;
+    cvt.f32.f16 f3, h3;
+    {numbers}
+    cvt.rn.bf16x2.f32 x, f1, f0;
+    cvt.rn.bf16x2.f32 y, f3, f2;
+    {pairs}
+    mov.b32 {{$0, $1}}, x;
+    mov.b32 {{$2, $3}}, y;
+}}"""
+
+
+E4M3_WORD = tl.constexpr(of_e4m3_word())
+E4M3_WORD_TIMES = tl.constexpr(of_e4m3_word(numbers="\n".join(f"mul.f32 f{n}, f{n}, $5;" for n in range(4))))
+E4M3_WORD_TIMES_PAIR = tl.constexpr(of_e4m3_word(pairs="mul.rn.bf16x2 x, x, $5;\nmul.rn.bf16x2 y, y, $5;"))
+"""Times an fp32 number, and times a bf16 number that a register holds twice."""
 
 
 @triton.jit
 def e4m3_words(word):
     """Words of four e4m3 codes [n, w] -> bf16 [n, 4 w]."""
     a, b, c, d = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high, h0, h1, h2, h3;
-        .reg .b32 x, y;
-        .reg .f32 f0, f1, f2, f3;
-        mov.b32 {low, high}, $4;
-        cvt.rn.f16x2.e4m3x2 x, low;
-        cvt.rn.f16x2.e4m3x2 y, high;
-        mov.b32 {h0, h1}, x;
-        mov.b32 {h2, h3}, y;
-        cvt.f32.f16 f0, h0;
-        cvt.f32.f16 f1, h1;
-        cvt.f32.f16 f2, h2;
-        cvt.f32.f16 f3, h3;
-        cvt.rn.bf16x2.f32 x, f1, f0;
-        cvt.rn.bf16x2.f32 y, f3, f2;
-        mov.b32 {$0, $1}, x;
-        mov.b32 {$2, $3}, y;
-        }
-        """,
-        "=h,=h,=h,=h,r",
-        [word],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
+        E4M3_WORD, "=h,=h,=h,=h,r", [word], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
         pack=1,
-    )
+    )  # fmt: skip
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (word.shape[0], 4 * word.shape[1]))
 
 
@@ -144,36 +140,9 @@ def e4m3_words(word):
 def scaled_e4m3_words(word, scale):
     """Words of four e4m3 codes [n, w] times scales [n, w] -> bf16 [n, 4 w]."""
     a, b, c, d = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high, h0, h1, h2, h3;
-        .reg .b32 x, y;
-        .reg .f32 f0, f1, f2, f3;
-        mov.b32 {low, high}, $4;
-        cvt.rn.f16x2.e4m3x2 x, low;
-        cvt.rn.f16x2.e4m3x2 y, high;
-        mov.b32 {h0, h1}, x;
-        mov.b32 {h2, h3}, y;
-        cvt.f32.f16 f0, h0;
-        cvt.f32.f16 f1, h1;
-        cvt.f32.f16 f2, h2;
-        cvt.f32.f16 f3, h3;
-        mul.f32 f0, f0, $5;
-        mul.f32 f1, f1, $5;
-        mul.f32 f2, f2, $5;
-        mul.f32 f3, f3, $5;
-        cvt.rn.bf16x2.f32 x, f1, f0;
-        cvt.rn.bf16x2.f32 y, f3, f2;
-        mov.b32 {$0, $1}, x;
-        mov.b32 {$2, $3}, y;
-        }
-        """,
-        "=h,=h,=h,=h,r,f",
-        [word, scale],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=1,
-    )
+        E4M3_WORD_TIMES, "=h,=h,=h,=h,r,f", [word, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+    )  # fmt: skip
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (word.shape[0], 4 * word.shape[1]))
 
 
@@ -293,18 +262,6 @@ def side_by_side(left, right):
     n: tl.constexpr = left.shape[0]
     w: tl.constexpr = left.shape[1]
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (n, 2 * w))
-
-
-@triton.jit
-def code_value(code, R: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes of a byte (int32) -> fp32 before scaling."""
-    if R.code == "e4m3":
-        value = e4m3_value(code, NATIVE)
-    elif R.code == "int8":
-        value = code.to(tl.int8).to(tl.float32)
-    else:
-        tl.static_assert(False, "an element code that the kernels do not decode")
-    return value
 
 
 @triton.jit

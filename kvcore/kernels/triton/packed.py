@@ -7,7 +7,7 @@ from functools import cache
 from math import lcm
 from typing import NamedTuple
 
-from kvcore.kernels.triton.attend_kv import MOST_SPLITS, START, TileConfig
+from kvcore.kernels.triton.attend_kv import TileConfig, splits_for
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.record import RowRecord, ceil_div, power_of_two
 
@@ -82,18 +82,10 @@ def programs_of(tokens: int, heads: int, key_heads: int, value_heads: int) -> in
     return tokens * groups * ceil_div(heads // groups, HEADS)
 
 
-@cache
 def splits_of(props: DeviceProps, programs: int, keys: int, config: TileConfig) -> int:
     """Programs that share a group's keys, of which there are at most ``keys``: as many as end the soonest.
 
     What bounds them is the memory, which they share unevenly: they end one by one, and the last ones do not fill it. So
     several turns of short programs take less than one of long ones.
     """
-    slots, tiles = config.resident * props.multiprocessors, max(1, ceil_div(keys, config.keys))
-    best, least = 1, 0.0
-    for splits in range(1, min(MOST_SPLITS, tiles) + 1):
-        turn = ceil_div(tiles, splits) * config.keys + START
-        time = ceil_div(programs * splits, slots) * turn + turn * UNEVEN + splits
-        if splits == 1 or time < least:
-            best, least = splits, time
-    return best
+    return splits_for(props, programs, keys, config, UNEVEN)

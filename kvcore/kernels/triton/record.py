@@ -100,13 +100,6 @@ class RegionBuffers(NamedTuple):
 
 
 @cache
-def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers] | None:
-    """The record of a region and its pools' names, or None where ``recorded`` declines."""
-    found = recorded(region, global_scale)
-    return None if isinstance(found, Declined) else found
-
-
-@cache
 def recorded(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers] | Declined:
     """The record of a region and its pools' names, or why the kernels do not cover its format or layout.
 

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from kvcore.kernels.triton.address import locate
-from kvcore.kernels.triton.chunks import decode_chunk, load_row, load_scales, row_pointers, scale_value
+from kvcore.kernels.triton.chunks import decode_chunk, load_row, load_scales, row_pointers
 from kvcore.kernels.triton.codes import bf16_bits, e8m0_value, load_float
 from kvcore.kernels.triton.device import INTERPRETED
 from kvcore.kernels.triton.record import RowRecord, ceil_div, power_of_two, power_of_two_scaled
-from kvcore.kernels.triton.rows import channels, element_offsets, hadamard
+from kvcore.kernels.triton.rows import channels, element_offsets, hadamard, scale_value
 from kvcore.kernels.triton.topk import LOWEST, order_of, pair_of, store_sorted, truncate_list
 from kvcore.ops.choices import Declined
 

@@ -48,12 +48,6 @@ class TailBuffers(NamedTuple):
     score: str
 
 
-def tail_record(region: Region, component: Tail) -> tuple[TailRecord, TailBuffers] | None:
-    """The record of a tail and its pools' names, or None where ``tail_recorded`` declines."""
-    found = tail_recorded(region, component)
-    return None if isinstance(found, Declined) else found
-
-
 def tail_recorded(region: Region, component: Tail) -> tuple[TailRecord, TailBuffers] | Declined:
     """The record of a tail and its pools' names, or why the kernels do not cover its layout."""
     places = {place.field: place for place in region.unit.places}

@@ -193,6 +193,22 @@ def bin_of_rank(base, k, BINS: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
+def bound_of(bound, base, hands, real, top, least, reals, k, BINS: gl.constexpr, B: gl.constexpr):
+    """A bound that k of the hands reach, or ``bound`` where there are not as many; all bins are zeros before it.
+
+    ``reals`` hands are ``real``, from ``least`` to ``top``.
+    """
+    barrier()
+    if reals >= k:
+        shift = shift_of(top - least, BINS)
+        shared_count(base + 4 * bin_of(hands, top, shift, BINS), real)
+        barrier()
+        number, _ = bin_of_rank(base, k, BINS, B)
+        bound = edge_of(top, least, number, shift)
+    return bound
+
+
+@gluon.jit
 def by_thread(x, T: gl.constexpr, DEEP: gl.constexpr, WIDE: gl.constexpr):
     """A tile [T · DEEP] as [T, DEEP]: what a thread has, in a line; nothing moves."""
     x = gl.reshape(gl.permute(gl.reshape(x, [DEEP // WIDE, T, WIDE]), [1, 0, 2]), [T, DEEP])
@@ -272,13 +288,7 @@ def best_of(
             top, least, reals = gl.reduce(
                 (gl.max(hands, axis=1), gl.min(some, axis=1), gl.sum(real, axis=1)), 0, extent
             )
-            barrier()
-            if reals >= k:
-                shift = shift_of(top - least, BINS)
-                shared_count(base + 4 * bin_of(hands, top, shift, BINS), real)
-                barrier()
-                number, _ = bin_of_rank(base, k, BINS, B)
-                bound = edge_of(top, least, number, shift)
+            bound = bound_of(bound, base, hands, real, top, least, reals, k, BINS, B)
         kept = (order >= bound + gl.where(held >= k, 1, 0)).to(gl.int32)
         some, upto = count_up(kept, WARPS)
         total = held + gl.max(upto, axis=0)
@@ -447,14 +457,7 @@ def hopper_list_kernel(
     some = gl.where(hands > LOWEST, hands, 0x7FFFFFFF)
     real = (hands > LOWEST).to(gl.int32)
     top, least, reals = gl.reduce((hands, some, real), 0, extent)
-    bound = gl.full([], LOWEST + 1, gl.int32)
-    barrier()
-    if reals >= k:
-        shift = shift_of(top - least, BINS)
-        shared_count(base + 4 * bin_of(hands, top, shift, BINS), real)
-        barrier()
-        number, _ = bin_of_rank(base, k, BINS, B)
-        bound = edge_of(top, least, number, shift)
+    bound = bound_of(gl.full([], LOWEST + 1, gl.int32), base, hands, real, top, least, reals, k, BINS, B)
     order = order_of(raw.to(gl.float32, bitcast=True))
     kept = (order >= bound).to(gl.int32)
     some, upto = count_up(kept, WARPS)

@@ -241,25 +241,11 @@ TAILS: list[BoundTail] = []
 GROUPS: list[BoundGroups] = []
 
 
-def bind(bound: Bound) -> int:
-    """The number of a bound record; equal ones share a number."""
-    if bound not in BOUND:
-        BOUND.append(bound)
-    return BOUND.index(bound)
-
-
-def bind_tail(bound: BoundTail) -> int:
-    """The number of a bound tail record; equal ones share a number."""
-    if bound not in TAILS:
-        TAILS.append(bound)
-    return TAILS.index(bound)
-
-
-def bind_group(bound: BoundGroups) -> int:
-    """The number of a bound record of groups; equal ones share a number."""
-    if bound not in GROUPS:
-        GROUPS.append(bound)
-    return GROUPS.index(bound)
+def bind(bound: Bound | BoundTail | BoundGroups, known: list[Any] = BOUND) -> int:
+    """The number of a bound record among those ``known`` of its kind; equal ones share a number."""
+    if bound not in known:
+        known.append(bound)
+    return known.index(bound)
 
 
 def bound_record(number: int) -> RowRecord | None:
@@ -284,29 +270,25 @@ class Part(NamedTuple):
 @cache
 def bind_rows(region: Region, global_scale: float = 1.0) -> Part | Declined:
     """What launches know of a region's rows, or why the kernels do not cover its format or layout."""
-    known = recorded(region, float(global_scale))
-    if isinstance(known, Declined):
-        return known
-    record, buffers = known
-    names = sorted(set(buffers))
-    return Part(bind(Bound(record, *map(names.index, buffers))), names, record.paged)
+    return _part(recorded(region, float(global_scale)), Bound, BOUND, paged=region.growth == "block")
 
 
 def bind_groups(region: Region) -> Part | Declined:
     """What launches know of a part in groups of tokens, or why the kernels do not cover it."""
-    known = groups_recorded(region)
-    if isinstance(known, Declined):
-        return known
-    record, buffers = known
-    names = sorted(set(buffers))
-    return Part(bind_group(BoundGroups(record, *map(names.index, buffers))), names, True)
+    return _part(groups_recorded(region), BoundGroups, GROUPS, paged=True)
 
 
 def bind_ring(region: Region, component: Tail) -> Part | Declined:
     """The same of the raw rows of a tail."""
-    known = tail_recorded(region, component)
-    if isinstance(known, Declined):
-        return known
-    record, buffers = known
+    return _part(tail_recorded(region, component), BoundTail, TAILS, paged=False)
+
+
+def _part(
+    recorded: tuple[Any, Sequence[str]] | Declined, kind: Callable[..., Any], known: list[Any], *, paged: bool
+) -> Part | Declined:
+    """A record and its buffers as a part, bound as a ``kind`` among those ``known``."""
+    if isinstance(recorded, Declined):
+        return recorded
+    record, buffers = recorded
     names = sorted(set(buffers))
-    return Part(bind_tail(BoundTail(record, *map(names.index, buffers))), names, False)
+    return Part(bind(kind(record, *map(names.index, buffers)), known), names, paged)
