@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.backends.jax_pallas import JaxOps
-from kvcore.backends.reference import ReferenceBackend
 from kvcore.kernels.pallas import block_lines, walks
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.step import StepRequest, build_index
+from tests.jax_pallas.beside_reference import assert_alike, attended
 
 LENGTHS, NEWS = (19, 5, 30), (1, 2, 1)
 BLOCKS = ((3, 0, 6), (5,), (1, 7, 2, 8))
@@ -30,32 +30,14 @@ def steps(left_padding=(None, None, None)):
     return build_index([row._replace(start=0, new=row.length) for row in rows], max_blocks=4), read
 
 
-def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_padding=(None, None, None), bf16=False):
+def beside_the_reference(kv, rng, *, left_padding=(None, None, None), **how):
     """((out, lse) of the reference, the same of the interpreted kernel)."""
-    spec, found = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=8), []
-    written, read = steps(left_padding)
-    tokens = len(written.positions)
-    k, v = (rng.standard_normal((tokens, part.heads, part.format.dim)).astype(np.float32) for part in kv.parts)
-    if spoiled:
-        # One head's row of one request, which its later tokens see, and the other heads do not.
-        k[12, 0], v[12, 1, 3], v[13, 0] = np.nan, np.inf, np.nan
-    q = rng.standard_normal((len(read.positions), heads, kv.key_dim)).astype(np.float32)
-    q = q.astype(ml_dtypes.bfloat16).astype(np.float32) if bf16 else q
-    for layout in ("packed", "tpu_tile"):
-        plan = plan_cache(spec, max_requests=4, max_tokens=80, layout=layout)
-        if layout == "packed":
-            write = read_with = ReferenceBackend().create(plan)
-        else:
-            assert walks.supports(*plan.region(0, "kv"))
-            write, read_with = JaxOps(plan, "cpu", None), JaxOps(plan, "cpu", None, "interpret")
-        every = (write.asarray(np.arange(count, dtype=np.int32)) for count in (4, 10))
-        pools = write.poison(write.allocate(), *every)
-        pools = write.append_kv(pools, 0, write.index(written), write.asarray(k), write.asarray(v))
-        asked = write.asarray(q).astype(jnp.bfloat16) if bf16 and layout != "packed" else write.asarray(q)
-        options = {"columns": 30, "sink": None if sink is None else write.asarray(sink), "scale": 0.2}
-        got = read_with.attend_kv(pools, 0, write.index(read), asked, **options)
-        found.append([np.asarray(array, np.float64) for array in got])
-    return found
+    return attended(kv, *steps(left_padding), rng, walks.supports, block=8, blocks=10, columns=30, **how)
+
+
+def spoil(k, v):
+    """One head's row of one request, which its later tokens see, and the other heads do not."""
+    k[12, 0], v[12, 1, 3], v[13, 0] = np.nan, np.inf, np.nan
 
 
 @pytest.mark.parametrize(
@@ -96,37 +78,32 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_paddi
 )
 def test_decode_attention_is_the_references(kv, heads, rng):
     sink = rng.standard_normal(heads).astype(np.float32)
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=heads, sink=sink)
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
-    assert np.isneginf(got_lse[-1]).all()
-    assert not got[-1].any()
+    want, got = beside_the_reference(kv, rng, heads=heads, sink=sink)
+    assert_alike(want, got)
+    out, lse = got
+    assert np.isneginf(lse[-1]).all()
+    assert not out[-1].any()
 
 
 @pytest.mark.parametrize("chunk", [None, 12], ids=["full", "chunks of tokens"])
 def test_left_padding_is_not_seen(chunk, rng):
     """Some of a block, all but the last token, and all there is up to the first of two queries."""
     kv = KV(key_heads=2, key_dim=128, chunk=chunk)
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, left_padding=(10, 4, 29))
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
-    assert np.isneginf(lse[1]).all()  # the query at position 3 of the second request, before its first token
+    want, got = beside_the_reference(kv, rng, heads=4, left_padding=(10, 4, 29))
+    assert_alike(want, got)
+    assert np.isneginf(want[1][1]).all()  # the query at position 3 of the second request, before its first token
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_row", "mxfp4", "nf4_b64", "int4_g32"])
 def test_a_large_block_is_taken_in_pieces(format, rng, monkeypatch):
     monkeypatch.setattr(walks, "PIECE_LINES", 128)
     kv = KV(key_heads=32, key_dim=128, key_format=format, window=11)
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=32)
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+    assert_alike(*beside_the_reference(kv, rng, heads=32))
 
 
 def test_queries_in_bf16_are_as_exact_as_their_result(rng):
     kv = KV(key_heads=2, key_dim=128, key_format="fp8_row")
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, bf16=True)
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got, out, rtol=2.0**-7, atol=2.0**-8 * np.abs(out).max())
+    assert_alike(*beside_the_reference(kv, rng, heads=4, bf16=True), bf16=True)
 
 
 def test_every_e4m3_code_is_cast_by_the_bias_of_another(rng):
@@ -160,10 +137,9 @@ def test_every_e4m3_code_is_cast_by_the_bias_of_another(rng):
     ],
 )
 def test_what_is_not_finite_stays_with_its_head(kv, rng):
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, spoiled=True)
-    assert not np.isfinite(out).all()
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+    want, got = beside_the_reference(kv, rng, heads=4, spoil=spoil)
+    assert not np.isfinite(want[0]).all()
+    assert_alike(want, got)
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 from kvcore.backends.jax_pallas import JaxOps
-from kvcore.backends.reference import ReferenceBackend
 from kvcore.kernels.pallas import attend_groups, attend_heads
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.step import StepRequest, build_index
+from tests.jax_pallas.beside_reference import assert_alike, attended
 
 LENGTHS = (583, 31, 97, 128)
 """More than a chunk, no group that is whole, an open group of one token, and none that is open."""
-SCALE = 0.2
 
 
 def of(heads, tokens, *, dim=128, key=None, value=None, **more):
@@ -45,32 +43,17 @@ def steps(block, left_padding):
     return build_index([row._replace(start=0, new=row.length) for row in rows], max_blocks=most), read
 
 
-def beside_the_reference(kv, rng, *, heads, block=128, spoiled=False, left_padding=(None,) * 4, bf16=False):
+def beside_the_reference(kv, rng, *, heads, block=128, left_padding=(None,) * 4, **how):
     """((out, lse) of the reference, the same of the interpreted kernel)."""
-    spec, found = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=block), []
-    written, read = steps(block, left_padding)
-    tokens = len(written.positions)
-    k, v = (rng.standard_normal((tokens, kv.key_heads, 128)).astype(np.float32) for _ in range(2))
-    if spoiled:
-        # A channel of one head's keys, and a token of another's values, in groups that a token sees and others do not.
-        k[40, 0, 3], v[300, 1, 7] = np.nan, np.inf
-    q = rng.standard_normal((len(read.positions), heads, 128)).astype(np.float32)
-    q = q.astype(ml_dtypes.bfloat16).astype(np.float32) if bf16 else q
+    takes = (attend_groups if kv.tokens_per_row > 1 else attend_heads).supports
+    sizes = {"heads": heads, "block": block, "blocks": 64, "columns": max(LENGTHS)}
     sink = rng.standard_normal(heads).astype(np.float32)
-    for layout in ("packed", "tpu_tile"):
-        plan = plan_cache(spec, max_requests=5, max_tokens=64 * block, layout=layout)
-        if layout == "packed":
-            write = read_with = ReferenceBackend().create(plan)
-        else:
-            assert (attend_groups if kv.tokens_per_row > 1 else attend_heads).supports(*plan.region(0, "kv"))
-            write, read_with = JaxOps(plan, "cpu", None), JaxOps(plan, "cpu", None, "interpret")
-        pools = write.poison(write.allocate(), *(write.asarray(np.arange(count, dtype=np.int32)) for count in (5, 64)))
-        pools = write.append_kv(pools, 0, write.index(written), write.asarray(k), write.asarray(v))
-        asked = write.asarray(q).astype(jnp.bfloat16) if bf16 and layout != "packed" else write.asarray(q)
-        options = {"columns": max(LENGTHS), "sink": write.asarray(sink), "scale": SCALE}
-        got = read_with.attend_kv(pools, 0, write.index(read), asked, **options)
-        found.append([np.asarray(array, np.float64) for array in got])
-    return found
+    return attended(kv, *steps(block, left_padding), rng, takes, sink=sink, **sizes, **how)
+
+
+def spoil(k, v):
+    """A channel of one head's keys, and a token of another's values, in groups that a token sees and others do not."""
+    k[40, 0, 3], v[300, 1, 7] = np.nan, np.inf
 
 
 @pytest.mark.parametrize(
@@ -82,11 +65,11 @@ def beside_the_reference(kv, rng, *, heads, block=128, spoiled=False, left_paddi
     ],
 )
 def test_decode_attention_is_the_references(kv, heads, block, left, rng):
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=heads, block=block, left_padding=left)
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
-    assert np.isneginf(got_lse[-1]).all()
-    assert not got[-1].any()
+    want, got = beside_the_reference(kv, rng, heads=heads, block=block, left_padding=left)
+    assert_alike(want, got)
+    out, lse = got
+    assert np.isneginf(lse[-1]).all()
+    assert not out[-1].any()
 
 
 @pytest.mark.parametrize(
@@ -99,9 +82,7 @@ def test_decode_attention_is_the_references(kv, heads, block, left, rng):
     ],
 )
 def test_queries_in_bf16_are_as_exact_as_their_result(kv, heads, rng):
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=heads, block=512, bf16=True)
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got, out, rtol=2.0**-7, atol=2.0**-8 * np.abs(out).max())
+    assert_alike(*beside_the_reference(kv, rng, heads=heads, block=512, bf16=True), bf16=True)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +94,10 @@ def test_queries_in_bf16_are_as_exact_as_their_result(kv, heads, rng):
 )
 def test_what_is_not_finite_stays_with_its_head(kv, heads, rng):
     """What is finite is the reference's."""
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=heads, spoiled=True)
-    assert not np.isfinite(out).all()
-    assert np.isfinite(out).any()
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+    want, got = beside_the_reference(kv, rng, heads=heads, spoil=spoil)
+    assert not np.isfinite(want[0]).all()
+    assert np.isfinite(want[0]).any()
+    assert_alike(want, got)
 
 
 def test_blocks_of_lanes_are_exchanged():

@@ -15,7 +15,6 @@ import functools
 from functools import cache
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -159,52 +158,21 @@ def walked(by, pools, given, inputs, *, each: int = 1, fold, heads: int, interpr
     tokens = len(blocks)
     blocks = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % by.count)), constant_values=-1)
     scale = (jnp.float32(scale) * jnp.float32(LOG2E)).reshape(1)
-    if not interpret:
-        # Compiled code does not look whether a block exists.
-        blocks = jnp.minimum(blocks, pools[0].shape[0] - 1)
-        # Without this XLA may carry a small pool into VMEM, whole, on every call.
-        pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     chunks = [pltpu.VMEM((HALVES, by.count * pool.shape[1], *pool.shape[2:]), pool.dtype) for pool in pools]
-
-    def whole(array):
-        return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
-
-    def own(array):
-        return pl.BlockSpec((1, *array.shape[1:]), lambda t, *_: (t, 0, 0))
-
-    out, lse = pl.pallas_call(
+    arrived = pltpu.SemaphoreType.DMA((HALVES,))
+    out, lse = walks.called(
         functools.partial(_attend, by=by, count=len(inputs), fold=fold, interpret=bool(interpret)),
-        out_shape=[
-            jax.ShapeDtypeStruct((tokens, by.rows, 2 * LANES), jnp.float32),
-            jax.ShapeDtypeStruct((tokens, by.rows, LANES), jnp.float32),
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(tokens,),
-            in_specs=[
-                *map(own, inputs[:each]),
-                *map(whole, inputs[each:]),
-                *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
-            ],
-            out_specs=[
-                pl.BlockSpec((1, by.rows, 2 * LANES), lambda t, *_: (t, 0, 0)),
-                pl.BlockSpec((1, by.rows, LANES), lambda t, *_: (t, 0, 0)),
-            ],
-            scratch_shapes=[
-                *softmax.state(by.rows, LANES)[:2],
-                pltpu.SMEM((1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((HALVES,)),
-                *chunks,
-            ],
-        ),
-        # Blocks of the next token come under those of this one.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), disable_bounds_checks=True, vmem_limit_bytes=64 << 20
-        ),
-        cost_estimate=_cost(by, tokens, heads, blocks.shape[1]),
+        (blocks, first, last, scale),
+        inputs[:each],
+        inputs[each:],
+        pools,
+        [(by.rows, 2 * LANES), (by.rows, LANES)],
+        [*softmax.state(by.rows, LANES)[:2], pltpu.SMEM((1,), jnp.int32), arrived, *chunks],
+        vmem_bytes=64 << 20,
+        cost=_cost(by, tokens, heads, blocks.shape[1]),
         interpret=interpret,
         name=name,
-    )(blocks.reshape(-1), first, last, scale, *inputs, *pools)
+    )
     return out, lse[:, :, 0]
 
 

@@ -14,7 +14,6 @@ import functools
 import itertools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -63,49 +62,24 @@ def attend_kv(
     virtual = len(copies) * heads
     asked = _asked(by, q, copies)
     moves = [walks.moves_of(way) for way in ways]
-    inputs = [asked, *(walks.positions_of(way, copies, heads) for way in ways)]
-    inputs += [jnp.asarray(array) for way in moves for one in walks.each_once(way) for array in one.arrays]
+    whole = [walks.positions_of(way, copies, heads) for way in ways]
+    whole += [jnp.asarray(array) for way in moves for one in walks.each_once(way) for array in one.arrays]
     factors = [block_lines.factor(one, native) for one in how]
     scale = (jnp.float32(scale) * jnp.float32(LOG2E * factors[0])).reshape(1)
-    pools = [*key_pools, *value_pools]
-    if not interpret:
-        # Compiled code does not look whether a block exists.
-        blocks = jnp.minimum(blocks, pools[0].shape[0] - 1)
-        # Without this XLA may carry a small pool into VMEM, whole, on every call.
-        pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     planes, held = how[1].planes * how[1].span, [*_scratch(keys, by), *_scratch(values, by)]
-
-    def whole(array):
-        return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
-
-    out, lse = pl.pallas_call(
+    out, lse = walks.called(
         functools.partial(_attend, ways=ways, moves=moves, copies=copies, heads=heads, interpret=bool(interpret)),
-        out_shape=[
-            jax.ShapeDtypeStruct((tokens, planes * virtual, LANES), jnp.float32),
-            jax.ShapeDtypeStruct((tokens, virtual, LANES), jnp.float32),
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(tokens,),
-            in_specs=[
-                pl.BlockSpec((1, *asked.shape[1:]), lambda t, *_: (t, 0, 0)),
-                *map(whole, inputs[1:]),
-                *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
-            ],
-            out_specs=[
-                pl.BlockSpec((1, planes * virtual, LANES), lambda t, *_: (t, 0, 0)),
-                pl.BlockSpec((1, virtual, LANES), lambda t, *_: (t, 0, 0)),
-            ],
-            scratch_shapes=[*softmax.state(virtual, LANES)[:2], pltpu.SMEM((1,), jnp.int32), *held],
-        ),
-        # Blocks of the next token come under those of this one.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), disable_bounds_checks=True, vmem_limit_bytes=_vmem(by, virtual)
-        ),
-        cost_estimate=_cost(by, tokens, heads, blocks.shape[1]),
+        (blocks, first, last, scale),
+        [asked],
+        whole,
+        [*key_pools, *value_pools],
+        [(planes * virtual, LANES), (virtual, LANES)],
+        [*softmax.state(virtual, LANES)[:2], pltpu.SMEM((1,), jnp.int32), *held],
+        vmem_bytes=_vmem(by, virtual),
+        cost=_cost(by, tokens, heads, blocks.shape[1]),
         interpret=interpret,
         name="attend_kv",
-    )(blocks.reshape(-1), first, last, scale, *inputs, *pools)
+    )
     return _finished(by, out * factors[1], lse[:, :, 0], copies, heads, sink)
 
 

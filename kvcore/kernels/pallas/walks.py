@@ -6,6 +6,7 @@ query is laid out like them, and lines of other heads are far from it.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -182,6 +183,55 @@ def step_of(by: Walk) -> int:
     """Positions from 128 lines to the next 128, 0 where those are no whole number."""
     step, rest = divmod(LANES // by.how[0].span * by.how[0].slots, by.regions[0].heads)
     return 0 if rest or by.lines % LANES else step
+
+
+def called(kernel, table, own, whole, pools, outs, scratch, *, vmem_bytes: int, cost, interpret, name: str):
+    """Run a kernel whose programs walk the blocks of one token each: fp32 arrays [T, ...] of what they store.
+
+    Args:
+        kernel: takes the table, ``own``, ``whole``, the pools, what it stores, and ``scratch``.
+        table: blocks [T, n], first, last and scale, which lie in scalar memory.
+        own, whole: arrays of three dimensions of which a program gets its token's, and arrays of which it gets all.
+        pools: where blocks are copied from.
+        outs: shapes of what is stored of a token.
+        scratch: the kernel's own memory.
+        vmem_bytes: that the kernel may take.
+        cost: of all programs.
+        interpret: as in ``pallas_call``.
+        name: of the kernel.
+    """
+    blocks, *scalars = table
+    if not interpret:
+        # Compiled code does not look whether a block exists.
+        blocks = jnp.minimum(blocks, pools[0].shape[0] - 1)
+        # Without this XLA may carry a small pool into VMEM, whole, on every call.
+        pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
+    stored = [jax.ShapeDtypeStruct((len(blocks), *shape), jnp.float32) for shape in outs]
+
+    def of_token(array):
+        return pl.BlockSpec((1, *array.shape[1:]), lambda t, *_: (t, 0, 0))
+
+    def of_all(array):
+        return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=stored,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(table),
+            grid=(len(blocks),),
+            in_specs=[*map(of_token, own), *map(of_all, whole), *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
+            out_specs=[*map(of_token, stored)],
+            scratch_shapes=scratch,
+        ),
+        # Blocks of the next token come under those of this one.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), disable_bounds_checks=True, vmem_limit_bytes=vmem_bytes
+        ),
+        cost_estimate=cost,
+        interpret=interpret,
+        name=name,
+    )(blocks.reshape(-1), *scalars, *own, *whole, *pools)
 
 
 def over_chunks(firsts, lasts, turn, every: int, rows: int, each, take, prepare=lambda: None):
