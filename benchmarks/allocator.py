@@ -1,16 +1,16 @@
 """How many blocks a second the allocator hands out and takes back, on one core.
 
-A pair is one block taken and dropped again. ``python benchmarks/allocator.py [--out FILE] [--pairs N]`` prints pairs a
+A pair is one block taken and dropped again. ``python -m benchmarks.allocator [--out FILE] [--pairs N]`` prints pairs a
 second of processor time for several sizes of a request, with and without a full prefix cache to evict from.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.requests.blocks import BlockAllocator
 
@@ -52,9 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             best = max(measure(batch, options.pairs, cached=cached) for _ in range(3))
             rows.append({"blocks_a_request": batch, "evicting": cached, "pairs_a_second": round(best)})
             print(f"{batch:4} blocks a request, {'evicting' if cached else 'free list'}: {best / 1e6:6.2f} M pairs/s")
-    if options.out:
-        record = {"benchmark": "allocator", **environment.of_script(), "blocks": BLOCKS, "rows": rows}
-        options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write({"benchmark": "allocator", **environment.of_script(), "blocks": BLOCKS, "rows": rows}, options.out)
     return 0
 
 

@@ -105,6 +105,7 @@ def main() -> None:
         serve()
         return
     trees = {name: Tree(path) for name, _, path in (each.partition("=") for each in args.trees)}
+    from benchmarks.written import write  # trees may be older than it is
     from kvcore import environment
 
     said = [tree.answer() for tree in trees.values()]
@@ -130,8 +131,7 @@ def main() -> None:
         us = {name: round(statistics.median(each), 3) for name, each in times.items()}
         rows.append({"name": row, "nbytes": nbytes, "us": us})
         print(f"{row:40s}", us, flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        write(record, args.out)
 
 
 if __name__ == "__main__":

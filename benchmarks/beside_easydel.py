@@ -13,7 +13,6 @@ import argparse
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -167,16 +166,6 @@ def _has(name: str) -> bool:
     return True
 
 
-def run(python: str, side: str) -> dict[str, Any]:
-    """One side, in a process of its own."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    line = [python, str(Path(__file__).resolve()), "--side", side]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     """Run both sides and write the record, or one side and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,9 +176,14 @@ def main() -> None:
     if options.side:
         print(json.dumps({"kvcore": kvcore_side, "easydel": easydel_side}[options.side]()))
         return
-    from kvcore import environment  # the peer's Python, which stopped above, need not have it
+    # The peer's Python, which stopped above, need not have it.
+    from benchmarks.apart import printed
+    from benchmarks.written import write
+    from kvcore import environment
 
-    sides = {"kvcore": run(sys.executable, "kvcore"), "easydel": run(options.peer, "easydel")}
+    sides = {}
+    for side, python in {"kvcore": sys.executable, "easydel": options.peer}.items():
+        (sides[side],) = printed([python, str(Path(__file__).resolve()), "--side", side], JAX_PLATFORMS="cpu")
     ours, attended, theirs = sides["kvcore"]["us"], sides["kvcore"]["us of attend"], sides["easydel"]["us"]
     for name in CASES:
         wanted = sides["easydel"]["outs"][name]
@@ -206,7 +200,7 @@ def main() -> None:
         "times_faster_with_attend": {name: round(theirs[name] / attended[name], 2) for name in CASES},
         **sides,
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, options.out)
     print(json.dumps({name: found for name, found in record.items() if name.startswith("times_faster")}))
 
 

@@ -1,6 +1,6 @@
 """A decode step beside the caches of transformers, in one process: cache update and attention of a stack of layers.
 
-``python benchmarks/beside_transformers.py [--out FOLDER]``. One row of a batch, one new token a step, Llama-like
+``python -m benchmarks.beside_transformers [--out FOLDER]``. One row of a batch, one new token a step, Llama-like
 layers; projections and everything else that a model does are left out. There are sixteen layers, as in a small model: a
 step of kvcore is opened and committed once for all, which would weigh more in a lower stack. Every cache gets the same
 keys, values and queries, and its result is compared with DynamicCache's. Steps of all caches alternate; what counts is
@@ -10,7 +10,6 @@ full layers where ``optimum-quanto`` is installed.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
 
@@ -305,11 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         flush=True,
                     )
     if chosen.out is not None:
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        text, name = json.dumps(record, indent=1, ensure_ascii=False) + "\n", "beside_transformers"
-        name += "_compiled" if chosen.compiled else ""
-        (chosen.out / f"{name}.json").write_text(text, encoding="utf-8")
-        (chosen.out / f"{name}.md").write_text(as_table(record), encoding="utf-8")
+        name = f"beside_transformers{'_compiled' if chosen.compiled else ''}.json"
+        write(record, chosen.out / name, md=as_table(record))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 from benchmarks.beside_transformers import bytes_held
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
 
@@ -370,11 +371,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for measure in measures:
         measure()
         if chosen.out is not None:
-            write(bench, chosen)
+            keep(bench, chosen)
 
 
-def write(bench: Bench, chosen: argparse.Namespace) -> None:
-    """The record so far."""
+def keep(bench: Bench, chosen: argparse.Namespace) -> None:
+    """Write the record so far."""
     config = bench.config
     record = {
         "model": f"Llama-like, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
@@ -386,12 +387,10 @@ def write(bench: Bench, chosen: argparse.Namespace) -> None:
         "rounds": chosen.rounds,
         "rows": bench.rows,
     }
-    chosen.out.mkdir(parents=True, exist_ok=True)
     path = chosen.out / "beside_transformers_cuda.json"
     if chosen.add:
         record = added(path, record)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(as_table(record), encoding="utf-8")
+    write(record, path, md=as_table(record))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
 
@@ -180,14 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for row in rows:
                 print(json.dumps(row), flush=True)
             if chosen.out is not None:
-                write(record, chosen.out / f"beside_transformers_v4_{'cuda' if cuda else 'cpu'}.json")
-
-
-def write(record: dict[str, Any], path: Path) -> None:
-    """The record so far."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(as_table(record), encoding="utf-8")
+                path = chosen.out / f"beside_transformers_v4_{'cuda' if cuda else 'cpu'}.json"
+                write(record, path, md=as_table(record))
 
 
 if __name__ == "__main__":

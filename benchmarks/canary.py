@@ -21,6 +21,7 @@ import torch
 
 import kvcore
 from benchmarks.host import AT_ONCE, Clock, Scene
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.spec import presets
 
@@ -169,8 +170,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     device = "" if given.device == "cpu" else torch.cuda.get_device_name()
     report = {"figure": "what a canary costs a captured decode step", "environment": environment.of_script(device)}
-    if given.out:
-        given.out.write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
+    write({**report, "rows": rows}, given.out)
 
 
 if __name__ == "__main__":

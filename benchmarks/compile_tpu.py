@@ -13,9 +13,7 @@ kernels left out by ``--only`` keep what the record there says of them.
 import argparse
 import importlib.metadata
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tpu_bundles
+from benchmarks.apart import compiled_for_tpu
+from benchmarks.written import write
 
 RATES = {"v4": 451, "v5e": 442, "v5p": 1136, "v6e": 756, "v7x": 1265}
 """Bytes of HBM a cycle: of a large element-wise program, over the cycles that libtpu's cost model gives it."""
@@ -67,32 +67,11 @@ def weigh(name: str, chip: str, folder: Path) -> dict[str, Any]:
 
 
 def compiled(chip: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What ``weigh`` finds of kernels on one chip, in a process of its own: libtpu takes its flags once, and may abort.
-
-    Raises:
-        RuntimeError: the process died.
-    """
-    root = Path(__file__).resolve().parents[1]
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, sys.path)])
-    env |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    """What ``weigh`` finds of kernels on one chip, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        env["LIBTPU_INIT_ARGS"] = tpu_bundles.FLAGS.format(folder)
-        line = [
-            sys.executable,
-            "-m",
-            "benchmarks.compile_tpu",
-            "--worker",
-            folder,
-            "--chips",
-            chip,
-            "--kernels",
-            *names,
-        ]
-        done = subprocess.run(line, env=env, cwd=root, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        arguments = "--worker", folder, "--chips", chip, "--kernels", *names
+        flags = tpu_bundles.FLAGS.format(folder)
+        return compiled_for_tpu("benchmarks.compile_tpu", *arguments, LIBTPU_INIT_ARGS=flags)
 
 
 def work(folder: Path, chip: str, names: Sequence[str]) -> None:
@@ -189,8 +168,7 @@ def main() -> int:
             "bytes_a_cycle": RATES,
             "kernels": merged(record, found),
         }
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (chosen.out / f"{NAME}.svg").write_text(as_svg(record), encoding="utf-8")
+        write(record, path, svg=as_svg(record))
     return int(any("refused" in one and one["whose"] == "kvcore" for one in found))
 
 

@@ -25,6 +25,7 @@ import transformers
 from transformers import DynamicCache
 
 from benchmarks import family_models
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.backends.reference.encoding import decode, encode
 from kvcore.errors import KvcoreError
@@ -258,8 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     kept = [found for found in old["types"] if found["type"] not in given.types]
     runs = [*old["runs"], {**environment.of_script(), "types": len(rows)}]
     record = {"runs": runs, "types": sorted([*kept, *rows], key=lambda found: found["type"])}
-    if given.json:
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, given.json)
     if given.page:
         given.page.write_text(page(record))
     counts = Counter(way["found"] for found in rows for way in found.get("ways", {}).values())

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.support.tiny_models import varied
+
 TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 VOCABULARY, LAYERS, WINDOW = 128, 4, 8
 MOST_PARAMETERS = 3_000_000
@@ -166,19 +168,6 @@ def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
         raise ValueError(f"{count} parameters, however small its configuration says that it is")
     torch.manual_seed(0)
     return varied(AutoModelForCausalLM.from_config(config), dtype)
-
-
-def varied(model: Any, dtype: torch.dtype) -> Any:
-    """Weights wide enough that generated tokens differ from one another, and biases, norms and sinks that show."""
-    random = torch.Generator().manual_seed(1)
-    for name, weight in model.named_parameters():
-        if weight.ndim > 1:
-            weight.data.normal_(0, weight.shape[-1] ** -0.5, generator=random)
-        elif name.endswith(("sinks", "bias")):
-            weight.data.normal_(0, 0.5, generator=random)
-        else:
-            weight.data.uniform_(0.5, 1.5, generator=random)
-    return model.eval().to(dtype)
 
 
 def token_ids(rows: int, tokens: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ to run a step: through a layer's handle (verb by verb, and a layer in one call),
 captured graph (with a spare row of padding, and with a batch that is exactly full). ``a step alone`` opens and commits
 one without rows, ``launches`` times single verbs in a loop, without a step around them.
 
-    python benchmarks/host.py --scenes 1x4096,8x4096,64x4096,256x4096,8x4096@64 --out host.json --picture host.svg
+    python -m benchmarks.host --scenes 1x4096,8x4096,64x4096,256x4096,8x4096@64 --out host.json --picture host.svg
 
 A scene is requests x tokens of history, and with @ how many times the blocks that it needs its pool has; with a ``w``
 behind it one request may have all of them, and block tables are as wide. With ``--device cpu`` it runs a tiny model, to
@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 import kvcore
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.spec import Rope, presets
 
@@ -512,8 +513,7 @@ def main() -> None:
     def note(row: dict[str, Any]) -> None:
         report["rows"].append(row)
         print(json.dumps(row), flush=True)
-        if given.out:
-            given.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(report, given.out)
         if given.picture and not given.classic:
             given.picture.write_text(as_svg(report), encoding="utf-8")
 

@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax, monitoring
 
 import kvcore
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.interop.jax import inspect_in_place
 from kvcore.interop.jax.stack import init_stack
@@ -222,7 +223,7 @@ def main() -> None:
         "costs": found,
         "eager": {"prompts": PROMPTS, **{name: eager_cost(spec, whole) for name, (spec, whole) in EAGER.items()}},
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, options.out)
     print(json.dumps(record["costs"]), record["pools_moved"], json.dumps(record["eager"]))
 
 

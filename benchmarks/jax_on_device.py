@@ -8,7 +8,6 @@ Files are written as soon as there is something to say, so that a run that is cu
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.written import write
 from kvcore import environment, parity
 from kvcore.backends.jax_pallas import JaxBackend, JaxOps
 from kvcore.conformance.specs import conformance_spec
@@ -216,7 +216,7 @@ def bench(ops: JaxOps, sizes: Sequence[tuple[int, int]], out: Path, seconds: flo
                 except Exception as error:  # noqa: BLE001 - what fails is reported beside what does not
                     row[name], row[f"{name}_error"] = None, str(error).splitlines()[0]
             record["rows"].append(row)
-            out.write_text(json.dumps(record, indent=1) + "\n")
+            write(record, out)
             print(row, flush=True)
 
 

@@ -10,7 +10,6 @@ PYTHON is that of an environment with flax; kvcore need not be there. Process CP
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -188,12 +187,10 @@ def flax_layer() -> dict[str, float]:
 
 def run(python: str, *arguments: str) -> Any:
     """One part, in a process of its own."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    line = [python, str(Path(__file__).resolve()), *arguments]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return json.loads(done.stdout.splitlines()[-1])
+    from benchmarks.apart import printed
+
+    (found,) = printed([python, str(Path(__file__).resolve()), *arguments], JAX_PLATFORMS="cpu")
+    return found
 
 
 def main() -> None:
@@ -209,7 +206,9 @@ def main() -> None:
         found = parts[options.part]() if options.part in parts else models(int(options.part))
         print(json.dumps(found))
         return
-    from kvcore import environment  # the peer's Python, which stopped above, need not have it
+    # The peer's Python, which stopped above, need not have it.
+    from benchmarks.written import write
+    from kvcore import environment
 
     contexts = {}
     for context in options.contexts:
@@ -231,7 +230,7 @@ def main() -> None:
         "load_average": [round(load, 1) for load in os.getloadavg()],
         "contexts": contexts,
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, options.out)
 
 
 if __name__ == "__main__":

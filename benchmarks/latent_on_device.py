@@ -9,13 +9,13 @@ Queries are DeepSeek-V3's after its up-projection was absorbed: of 128 heads, an
 
 import argparse
 import gc
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.bench.timing import graph
 from kvcore.bench.workloads import BLOCK, Setting
@@ -98,8 +98,7 @@ def written(rows: list[dict[str, Any]], out: Path | None) -> None:
         **environment.of_script(torch.cuda.get_device_name()),
         "rows": rows,
     }
-    if out:
-        out.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, out)
 
 
 def main() -> None:

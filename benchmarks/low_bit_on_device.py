@@ -9,7 +9,6 @@ Shapes are those of ``kvcore bench``: 32 query heads, 8 key heads of 128 channel
 
 import argparse
 import gc
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.bench import kv
 from kvcore.bench.timing import copy_time, graph
@@ -114,15 +114,9 @@ def main() -> None:
         for row in measure("cuda", args.repeats):
             rows.append(row)
             print(said(row), flush=True)
-            keep(record, args.out)
+            write(record, args.out)
     del record["stopped_early"]
-    keep(record, args.out)
-
-
-def keep(record: dict[str, Any], path: Path | None) -> None:
-    """Write what there is of a record, where that was asked for."""
-    if path:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, args.out)
 
 
 if __name__ == "__main__":

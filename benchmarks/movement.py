@@ -10,7 +10,7 @@ a compiler is found.
 
 Seconds are those of the process, so that others on the machine count for little; the caches that they share still do.
 
-    OMP_NUM_THREADS=1 python benchmarks/movement.py --out records/movement_cpu.json
+    OMP_NUM_THREADS=1 python -m benchmarks.movement --out records/movement_cpu.json
 """
 
 import argparse
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import kvcore
+from benchmarks.written import write
 from kvcore import environment
 from kvcore import store as stores
 from kvcore.arrays import to_numpy
@@ -169,12 +170,11 @@ def main() -> None:
         for name, seconds in measured["seconds"].items():
             rate = measured["bytes"] / seconds / 1e6
             print(f"{backend:14} {scene:18} {name:20} {seconds * 1e3:10.1f} ms {rate:10.0f} MB/s", flush=True)
-        if args.out:
-            about = environment.of_script()
-            record = {"environment": about, "tokens": args.tokens, "compiled": compiled, "measured": found}
-            if args.before:
-                record["before"] = json.loads(args.before.read_text())
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+        about = environment.of_script()
+        record = {"environment": about, "tokens": args.tokens, "compiled": compiled, "measured": found}
+        if args.before:
+            record["before"] = json.loads(args.before.read_text())
+        write(record, args.out)
 
     keep("memory", "", memory(args.repeats))
     for backend in args.backends.split(","):

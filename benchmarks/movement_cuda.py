@@ -12,7 +12,6 @@ what left.
 import argparse
 import cProfile
 import io
-import json
 import pstats
 import socket
 import statistics
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import kvcore
+from benchmarks.written import write
 from kvcore import environment
 from kvcore import store as stores
 from kvcore.backends.torch_triton import cuda_units
@@ -324,11 +324,9 @@ def main() -> None:
     def keep(what: str, measured: Any) -> None:
         """What is known stays known, if the rest comes to no end."""
         found[what] = measured
-        if args.out:
-            about = environment.of_script(torch.cuda.get_device_name())
-            args.out.write_text(json.dumps({**about, "measured": found}, indent=1) + "\n")
-            lines = (f"== {name}\n{text}" for name, text in profiles.items())
-            args.out.with_suffix(".txt").write_text("\n".join(lines))
+        lines = (f"== {name}\n{text}" for name, text in profiles.items())
+        about = environment.of_script(torch.cuda.get_device_name())
+        write({**about, "measured": found}, args.out, txt="\n".join(lines))
 
     scenes = [
         (f"{tokens} tokens{name}", spec, tokens)

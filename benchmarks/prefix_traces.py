@@ -1,6 +1,6 @@
 """Policies of prefix reuse on generated traces: tokens that need not be computed, bytes kept, tokens replayed.
 
-``python benchmarks/prefix_traces.py [--out FOLDER]`` prints a table and writes it with a picture. Nothing is stored:
+``python -m benchmarks.prefix_traces [--out FOLDER]`` prints a table and writes it with a picture. Nothing is stored:
 the prefix cache's own look-ups and evictions run over blocks and lengths, and a checkpoint counts as its bytes.
 
 Traces: *agents* share a long system prompt and tools, and each of many sessions grows turn by turn with tool results;
@@ -9,7 +9,6 @@ those of DeepSeek-V4-Flash; a token that is replayed runs through the model agai
 """
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvcore
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.cache.reuse import PrefixCache
 from kvcore.plan import plan_cache
@@ -224,10 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out:
         sizes = {"turns": options.turns, "blocks": options.blocks, "seed": options.seed}
         record = {**environment.of_script(), **sizes, "rows": rows}
-        options.out.mkdir(parents=True, exist_ok=True)
-        files = {"json": json.dumps(record, indent=2) + "\n", "md": table(rows) + "\n", "svg": picture(rows)}
-        for kind, text in files.items():
-            (options.out / f"prefix_traces.{kind}").write_text(text, encoding="utf-8")
+        write(record, options.out / "prefix_traces.json", md=table(rows) + "\n", svg=picture(rows))
     return 0
 
 

@@ -1,6 +1,6 @@
 """What a cache format costs a real model: perplexity and greedy agreement of SmolLM2-135M-Instruct, against bytes.
 
-``python benchmarks/quality.py [--out FOLDER]`` takes about two hours of one core; ``--tokens``, ``--prompts``,
+``python -m benchmarks.quality [--out FOLDER]`` takes about two hours of one core; ``--tokens``, ``--prompts``,
 ``--new`` and ``--formats`` make it shorter. It prints a table and writes it with a picture after every format. With
 ``--add`` the folder's record keeps its other rows; the baseline, which every row is compared with, is read again.
 
@@ -23,11 +23,11 @@ from kvcore import environment
 from kvcore.interop.transformers import KVCache
 from kvcore.plan import bytes_per_token
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import language_model
 
 from benchmarks.pictures import Dot, scatter
+from benchmarks.written import write
 
 TEXT = Path(__file__).parent / "data" / "genesis_1_25.txt"
 CONTEXT, STRIDE, CHUNK = 1024, 768, 128  # tokens
@@ -246,11 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         record = found if kept is None else merged(kept, found)
         if chosen.out is not None:
-            chosen.out.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-            (chosen.out / "quality_smollm2.json").write_text(text, encoding="utf-8")
-            (chosen.out / "quality_smollm2.md").write_text(as_table(record), encoding="utf-8")
-            (chosen.out / "quality_smollm2.svg").write_text(as_svg(record), encoding="utf-8")
+            write(record, chosen.out / "quality_smollm2.json", md=as_table(record), svg=as_svg(record))
     print(as_table(record))
 
 

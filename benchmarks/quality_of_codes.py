@@ -1,6 +1,6 @@
 """Formats of a cache beside what others publish, in one run: perplexity and its interval, greedy agreement, needles.
 
-``python benchmarks/quality_of_codes.py [--out FOLDER] [--resume]``; ``--windows``, ``--tokens``, ``--needles``,
+``python -m benchmarks.quality_of_codes [--out FOLDER] [--resume]``; ``--windows``, ``--tokens``, ``--needles``,
 ``--prompts``, ``--new`` and ``--methods`` make it shorter, ``--workers`` spreads it over processes of one thread, and
 ``--device cuda`` multiplies on a GPU, in fp32 without TF32. All methods do a window, some prompts or a needle before
 the next one, and what each found is noted: a run that was broken off goes on, and its record is of what all have done.
@@ -36,13 +36,13 @@ import torch
 
 from kvcore import environment
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import language_model
 
 from benchmarks.coded_attention import BASELINE, METHODS, OWN_METHODS, Coded, Shape
 from benchmarks.pictures import OTHERS, OWN, Dot, scatter
 from benchmarks.quality import PROMPTS, TEXT
+from benchmarks.written import write
 
 WINDOW, PIECE = 1024, 64  # tokens
 NEEDLE = 2048  # tokens
@@ -422,14 +422,6 @@ def as_svg(record: dict[str, Any], least: float = 0.0025, most: float = 0.64) ->
     )
 
 
-def write(record: dict[str, Any], folder: Path, name: str) -> None:
-    """The record as JSON, table and picture."""
-    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-    (folder / f"{name}.json").write_text(text, encoding="utf-8")
-    (folder / f"{name}.md").write_text(as_table(record), encoding="utf-8")
-    (folder / f"{name}.svg").write_text(as_svg(record), encoding="utf-8")
-
-
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -455,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(arguments)
     for record in run(chosen):
         if chosen.out is not None:
-            write(record, chosen.out, chosen.name)
+            write(record, chosen.out / f"{chosen.name}.json", md=as_table(record), svg=as_svg(record))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from transformers import (
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+from benchmarks.written import write
 from examples.serve import Ask, Engine
 from kvcore import environment
 from kvcore.interop.transformers import PackedModel
@@ -356,27 +357,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     record["rows"] = rows = list[dict[str, Any]]()
 
-    def write() -> str:
-        """What there is so far, into the files; a run that is cut off leaves what it had."""
+    def keep() -> None:
+        """What there is so far, into the files."""
         for measure in ("tokens_per_second", "tokens_per_cpu_second"):
             record[f"times_the_{measure}"] = ratios(rows, measure)
-        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        if chosen.out is not None:
-            chosen.out.mkdir(parents=True, exist_ok=True)
-            (chosen.out / f"serve_{chosen.device}.json").write_text(text, encoding="utf-8")
-            (chosen.out / f"serve_{chosen.device}.md").write_text(as_table(record), encoding="utf-8")
-        return text
+        path = None if chosen.out is None else chosen.out / f"serve_{chosen.device}.json"
+        write(record, path, md=as_table(record))
 
     for row in compared(model, chosen.concurrent, chosen.rounds, rate, BUDGETS[chosen.device], chosen.loads):
         rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
-        write()
+        keep()
     if model.dtype != torch.float32:
         del model
         engine_for.cache_clear()
         record["same_as_alone_in_fp32"] = in_fp32(chosen.model, chosen.device)
-    text = write()
-    print(text if chosen.json else as_table(record))
+    keep()
+    print(json.dumps(record, indent=1, ensure_ascii=False) if chosen.json else as_table(record))
 
 
 if __name__ == "__main__":

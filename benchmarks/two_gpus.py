@@ -1,8 +1,8 @@
 """Two GPUs: context-parallel decode of DeepSeek-V4-Flash layers against one GPU, and a request moved between them.
 
-    python benchmarks/two_gpus.py --out records/two_gpus.json          # NCCL, two GPUs, under five minutes
-    python benchmarks/two_gpus.py --form one                           # gloo, both processes on one GPU
-    python benchmarks/two_gpus.py --form tiny                          # gloo on the CPU, seconds: that it runs
+    python -m benchmarks.two_gpus --out records/two_gpus.json          # NCCL, two GPUs, under five minutes
+    python -m benchmarks.two_gpus --form one                           # gloo, both processes on one GPU
+    python -m benchmarks.two_gpus --form tiny                          # gloo on the CPU, seconds: that it runs
 
 Decode: a CSA layer (indexer scores, selection, attention) and an HCA layer, one new token for each of a few requests,
 as the median wall time of the readers, eager and (NCCL) from a CUDA graph; on one GPU, then with history spread over
@@ -28,13 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-if __package__ in (None, ""):
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from benchmarks.two_gpus_decode import FORMS, Rank, capacity, compare_decode
 from benchmarks.two_gpus_move import move
+from benchmarks.written import write
 from kvcore import environment
 
 PART_SECONDS = 100
@@ -161,12 +157,6 @@ def run(form: str, names: list[str], seconds: float, record: dict[str, Any], out
                 break
         pair.close()
     return not left and not any("error" in record[name] for name in names)
-
-
-def write(record: dict[str, Any], out: Path | None) -> None:
-    """Put the record in place of the file, if there is one."""
-    if out:
-        out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:

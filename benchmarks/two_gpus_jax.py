@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import two_gpus_kernels
+from benchmarks.written import write
 from kvcore import environment
 from kvcore.interop.jax.sharding import Sharded
 from kvcore.ops import StepIndex
@@ -224,8 +225,7 @@ class Record:
         """Add to a part."""
         self.fields[part].update(more, seconds=self.seconds)
         print(json.dumps(more), f"[{self.seconds} s]", flush=True)
-        if self._out is not None:
-            self._out.write_text(json.dumps(self.fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write(self.fields, self._out)
 
 
 def decode(record: Record, devices: int, sizes: dict[str, Any], seconds: float) -> bool | None:

@@ -8,9 +8,6 @@ how much temporary memory does it hold, does it move a whole pool. Nothing is ru
 
 import argparse
 import importlib.metadata
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.apart import compiled_for_tpu
 from kvcore import environment, parity
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import computed_formats_of
@@ -31,20 +29,8 @@ TEMPORARY_BYTES = {True: 8 << 20, False: 4 << 20}
 
 
 def compiled(chip: str, *cases: str) -> list[dict[str, Any]]:
-    """What the compiled programs do to their pools, from a process of their own.
-
-    Raises:
-        RuntimeError: the process died.
-    """
-    root = Path(__file__).resolve().parents[2]
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, sys.path)])
-    env |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    line = [sys.executable, "-m", "tests.jax_pallas.tpu_cases", chip, *cases]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    """What the compiled programs do to their pools, from a process of their own."""
+    return compiled_for_tpu("tests.jax_pallas.tpu_cases", chip, *cases)
 
 
 def fault(found: dict[str, Any]) -> str:
