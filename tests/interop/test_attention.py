@@ -13,6 +13,7 @@ from kvcore.cache.layer import LayerHandle
 from kvcore.errors import SpecError, StepError
 from kvcore.interop.transformers import KVCache, attention
 from kvcore.interop.transformers.deferred import Deferred
+from kvcore.interop.transformers.seam import SEAM
 from tests.support import tiny_models as models
 
 CLASSIC = (
@@ -41,8 +42,34 @@ def logits(model, cache, mask=None, cuts=CUTS, **options):
     return torch.cat(pieces, dim=1)
 
 
+def own_logits(model, mask=None, cuts=CUTS, **options):
+    return logits(model, DynamicCache(config=model.config), mask, cuts, **options)
+
+
 def of(model, asked, **options):
     return KVCache(model, batch=ROWS, max_length=40, attention=asked, **options)
+
+
+def padded(left):
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask[0, :left] = 0
+    return mask
+
+
+def refuse(monkeypatch, *verbs):
+    """Whoever asks a layer for rows by these verbs, as copies or views, fails."""
+
+    def refused(*_, **__):
+        raise AssertionError("rows were handed out")
+
+    for verb in verbs:
+        monkeypatch.setattr(LayerHandle, verb, refused)
+    return refused
+
+
+def expansions(model):
+    """Modules that make keys and values of latents, and may be told otherwise."""
+    return [module for module in model.modules() if hasattr(type(module), SEAM)]
 
 
 def fallbacks(cache):
@@ -51,23 +78,16 @@ def fallbacks(cache):
 
 @pytest.fixture
 def nothing_gathered(monkeypatch):
-    """Whoever asks for rows as copies or views fails."""
-
-    def refuse(*_, **__):
-        raise AssertionError("rows were handed out")
-
-    for verb in ("gather_kv", "kv_view", "append_kv_view"):
-        monkeypatch.setattr(LayerHandle, verb, refuse)
+    refuse(monkeypatch, "gather_kv", "kv_view", "append_kv_view")
 
 
 @pytest.mark.parametrize("left", [0, 5])
 @pytest.mark.parametrize("make", [make for make in CLASSIC if make is not models.llama4])
 @pytest.mark.usefixtures("nothing_gathered")
 def test_attention_from_the_cache_gives_the_models_logits(make, left):
-    model, mask = make(), torch.ones(ROWS, TOKENS, dtype=torch.int64)
-    mask[0, :left] = 0
+    model, mask = make(), padded(left)
     implementation = model.config._attn_implementation
-    own = logits(model, DynamicCache(config=model.config), mask)
+    own = own_logits(model, mask)
     cache = of(model, "cache")
     ours = logits(model, cache, mask)
     assert torch.allclose(own[mask.bool()], ours[mask.bool()], atol=3e-5)
@@ -79,7 +99,7 @@ def test_attention_from_the_cache_gives_the_models_logits(make, left):
 @pytest.mark.parametrize("make", CLASSIC)
 def test_the_faster_attention_gives_the_models_logits(make):
     model = make()
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     assert torch.allclose(own, logits(model, of(model, "auto")), atol=3e-5)
 
 
@@ -115,13 +135,13 @@ def test_coded_rows_are_attended_to_as_stored(formats):
 @pytest.mark.parametrize("storage", ["paged", "slot"])
 def test_every_storage(storage):
     model = models.sliding()
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     assert torch.allclose(own, logits(model, of(model, "cache", storage=storage)), atol=3e-5)
 
 
 def test_a_backend_without_torch():
     model = models.llama()
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     assert torch.allclose(own, logits(model, of(model, "cache", backend="reference")), atol=3e-5)
 
 
@@ -145,9 +165,10 @@ def test_generate(make, options):
     assert torch.equal(model.generate(ids, **options), model.generate(ids, cache=cache, **options))
 
 
-def test_a_chat_goes_on_from_a_copy():
-    model = models.gemma3()
-    own = logits(model, DynamicCache(config=model.config))
+@pytest.mark.parametrize("make", [models.gemma3, models.deepseek_v3])
+def test_a_chat_goes_on_from_a_copy(make):
+    model = make()
+    own = own_logits(model)
     cache = of(model, "cache")
     first = logits(model, cache, cuts=(17,))
     ids = models.token_ids(ROWS, TOKENS)[:, 17:]
@@ -160,7 +181,7 @@ def test_a_chat_goes_on_from_a_copy():
 
 def test_caches_of_all_kinds_take_turns_on_one_model():
     model = models.llama()
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     caches = [of(model, "cache"), DynamicCache(config=model.config), of(model, "auto"), of(model, "model")]
     ids, start, found = models.token_ids(ROWS, TOKENS), 0, [[] for _ in caches]
     with torch.no_grad():
@@ -173,10 +194,11 @@ def test_caches_of_all_kinds_take_turns_on_one_model():
     assert torch.equal(own, torch.cat(found[-1], dim=1))
 
 
-def test_threads_share_a_model():
-    """One waits within its forward while others run theirs, with caches of ours and of transformers."""
-    model = models.gemma3()
-    own = logits(model, DynamicCache(config=model.config))
+@pytest.mark.parametrize("make", [models.gemma3, models.deepseek_v3])
+def test_threads_share_a_model(make):
+    """One waits within its forward while others run theirs and end them, with caches of ours and of transformers."""
+    model = make()
+    own = own_logits(model)
     inside, go_on = threading.Event(), threading.Event()
 
     def wait(*_):
@@ -190,9 +212,10 @@ def test_threads_share_a_model():
     first.start()
     assert inside.wait(30)
     assert model.config._attn_implementation == "kvcore"
-    results["theirs"] = logits(model, DynamicCache(config=model.config))
+    results["theirs"] = own_logits(model)
     results["ours"] = logits(model, of(model, "cache"))
     assert model.config._attn_implementation == "kvcore"
+    assert all(SEAM in vars(module) for module in expansions(model))
     go_on.set()
     first.join(30)
     hook.remove()
@@ -201,8 +224,9 @@ def test_threads_share_a_model():
     assert all(torch.allclose(own, results[name], atol=3e-5) for name in ("first", "ours"))
 
 
-def test_an_error_in_the_model_leaves_its_configuration_as_it_was():
-    model = models.llama()
+@pytest.mark.parametrize("make", [models.llama, models.deepseek_v3])
+def test_an_error_in_the_model_leaves_it_as_it_was(make):
+    model = make()
     cache = of(model, "cache")
 
     def fail(*_):
@@ -217,8 +241,9 @@ def test_an_error_in_the_model_leaves_its_configuration_as_it_was():
         logits(model, cache)
     assert model.config._attn_implementation == "sdpa"
     cache.abort()
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     assert torch.allclose(own, logits(model, cache), atol=3e-5)
+    assert torch.equal(own, own_logits(model))
 
 
 def test_nothing_is_left_at_a_model_without_caches():
@@ -229,7 +254,7 @@ def test_nothing_is_left_at_a_model_without_caches():
     assert (len(decoder._forward_pre_hooks), len(decoder._forward_hooks)) == (1, 1)
     caches.clear()
     gc.collect()
-    logits(model, DynamicCache(config=model.config), cuts=(3,))
+    own_logits(model, cuts=(3,))
     assert (len(decoder._forward_pre_hooks), len(decoder._forward_hooks)) == (0, 0)
     of(model, "model")
     assert not decoder._forward_pre_hooks
@@ -255,7 +280,7 @@ def test_a_copied_model_attends_from_its_own_cache():
     model = models.llama()
     cache = of(model, "cache")
     copied = copy.deepcopy(model)
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     assert torch.allclose(own, logits(copied, of(copied, "cache")), atol=3e-5)
     assert torch.allclose(own, logits(model, cache), atol=3e-5)
     assert (model.config._attn_implementation, copied.config._attn_implementation) == ("sdpa", "sdpa")
@@ -265,9 +290,9 @@ def test_a_copied_model_attends_from_its_own_cache():
 def test_the_registered_name_may_be_chosen_for_a_model(make):
     """What it does otherwise is what it can do: not every model has ``sdpa``."""
     model = make()
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     model.set_attn_implementation("kvcore")
-    assert torch.equal(own, logits(model, DynamicCache(config=model.config)))
+    assert torch.equal(own, own_logits(model))
     assert torch.allclose(own, logits(model, of(model, "cache")), atol=3e-5)
     assert model.config._attn_implementation == "kvcore"
 
@@ -278,7 +303,7 @@ def gemma2():
 
 
 def holes():
-    mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask = padded(0)
     mask[0, 3:5] = 0
     return mask
 
@@ -295,7 +320,7 @@ FALLBACKS = {
 def test_what_the_cache_cannot_attend_to_is_the_models_with_a_reason(kind):
     make, mask, options, reason = FALLBACKS[kind]
     model = make()
-    own = logits(model, DynamicCache(config=model.config), mask, **options)
+    own = own_logits(model, mask, **options)
     cache = of(model, "cache")
     ours = logits(model, cache, mask, **options)
     seen = slice(None) if mask is None else mask.bool()
@@ -338,7 +363,7 @@ def test_who_looks_at_what_was_handed_out_gets_the_rows():
         return attention.model_attention(module, "sdpa")(module, query, key, value, mask, **options)
 
     kept_like = torch.float32, torch.device("cpu"), False
-    reference = logits(model, DynamicCache(config=model.config), cuts=(17,))
+    reference = own_logits(model, cuts=(17,))
     AttentionInterface.register("kvcore", own)
     try:
         assert torch.equal(reference, logits(model, cache, cuts=(17,)))

@@ -12,8 +12,8 @@ from kvcore.interop.transformers import KVCache, attention, compiled, masked, wa
 from kvcore.interop.transformers.latent import StaticMlaLayer
 from kvcore.interop.transformers.layers import StaticLayer
 from kvcore.ops import Attention
-from tests.interop.test_attention import ROWS, gemma2
-from tests.interop.test_latent_attention import doubled, expansions
+from tests.interop.test_attention import ROWS, expansions, gemma2
+from tests.interop.test_latent_attention import doubled
 from tests.interop.test_models import generated, prompts
 from tests.support import tiny_models as models
 

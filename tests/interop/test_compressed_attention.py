@@ -12,7 +12,18 @@ from kvcore.cache.layer import LayerHandle
 from kvcore.interop.transformers import KVCache
 from kvcore.interop.transformers.compressed import WindowAndEntries
 from kvcore.interop.transformers.deferred import Deferred, deferred, outline
-from tests.interop.test_attention import CUTS, ROWS, TOKENS, fallbacks, holes, logits, of
+from tests.interop.test_attention import (
+    CUTS,
+    ROWS,
+    TOKENS,
+    fallbacks,
+    holes,
+    logits,
+    of,
+    own_logits,
+    padded,
+    refuse,
+)
 from tests.support import tiny_models as models
 
 NEW = 12
@@ -21,19 +32,8 @@ NEW = 12
 @pytest.fixture
 def nothing_gathered(monkeypatch):
     """Whoever asks for entries or windows as copies fails."""
-
-    def refuse(*_, **__):
-        raise AssertionError("rows were handed out")
-
-    for verb in ("gather_all_entries", "gather_entries", "gather_window"):
-        monkeypatch.setattr(LayerHandle, verb, refuse)
-    monkeypatch.setattr(WindowAndEntries, "_made_rows", refuse)
-
-
-def padded(left):
-    mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
-    mask[0, :left] = 0
-    return mask
+    refused = refuse(monkeypatch, "gather_all_entries", "gather_entries", "gather_window")
+    monkeypatch.setattr(WindowAndEntries, "_made_rows", refused)
 
 
 @pytest.mark.parametrize("cuts", [CUTS, (TOKENS,), (3, 1, 1, 22), (1,) * TOKENS], ids=str)
@@ -42,7 +42,7 @@ def padded(left):
 def test_attention_from_the_pools_gives_the_models_logits(left, cuts):
     """Padding at the left included: the model compresses it as it does tokens."""
     model, mask = models.deepseek_v4(), padded(left)
-    own = logits(model, DynamicCache(config=model.config), mask, cuts)
+    own = own_logits(model, mask, cuts)
     cache = of(model, "cache")
     assert torch.allclose(own, logits(model, cache, mask, cuts), atol=3e-5)
     assert not fallbacks(cache)
@@ -52,7 +52,7 @@ def test_attention_from_the_pools_gives_the_models_logits(left, cuts):
 @pytest.mark.parametrize("left", [0, 5])
 def test_a_token_s_index_scores_come_from_the_keys_where_they_lie(left, monkeypatch):
     model, mask = models.deepseek_v4(), padded(left)
-    own = logits(model, DynamicCache(config=model.config), mask, (19, *(1,) * (TOKENS - 19)))
+    own = own_logits(model, mask, (19, *(1,) * (TOKENS - 19)))
     cache, asked = of(model, "auto"), []
     gather, score = LayerHandle.gather_all_index_keys, LayerHandle.index_scores
     monkeypatch.setattr(LayerHandle, "gather_all_index_keys", lambda each: asked.append("keys") or gather(each))
@@ -67,7 +67,7 @@ def test_a_token_s_index_scores_come_from_the_keys_where_they_lie(left, monkeypa
 
 def test_a_scorer_that_somebody_replaced_is_handed_keys(monkeypatch):
     model, cuts = models.deepseek_v4(), (19, *(1,) * (TOKENS - 19))
-    own = logits(model, DynamicCache(config=model.config), None, cuts)
+    own = own_logits(model, None, cuts)
     shapes = []
 
     def replaced(module, q, compressed_kv, hidden_states):
@@ -104,7 +104,7 @@ def test_generate(asked, options):
 
 def test_tokens_that_were_rolled_back_leave_no_trace():
     model, ids = models.deepseek_v4(), models.token_ids(ROWS, TOKENS)
-    own = logits(model, DynamicCache(config=model.config), cuts=(TOKENS,))
+    own = own_logits(model, cuts=(TOKENS,))
     cache = of(model, "cache", max_draft_tokens=4)
     with torch.no_grad():
         model(ids[:, :19], cache=cache)
@@ -137,7 +137,7 @@ def test_bf16():
 
 def test_a_backend_without_torch():
     model = models.deepseek_v4()
-    own = logits(model, DynamicCache(config=model.config), padded(3))
+    own = own_logits(model, padded(3))
     assert torch.allclose(own, logits(model, of(model, "cache", backend="reference"), padded(3)), atol=3e-5)
 
 
@@ -162,7 +162,7 @@ def test_the_model_gets_what_it_always_got_where_it_attends(monkeypatch):
 )
 def test_what_the_cache_cannot_attend_to_is_the_models_with_a_reason(mask, options, reason):
     model = models.deepseek_v4()
-    own = logits(model, DynamicCache(config=model.config), mask, **options)
+    own = own_logits(model, mask, **options)
     cache = of(model, "cache")
     assert torch.allclose(own, logits(model, cache, mask, **options), atol=3e-5)
     assert any(reason in found for found in fallbacks(cache))
@@ -191,7 +191,7 @@ def test_a_compressor_with_hooks_of_the_users(change, reason):
     model = models.deepseek_v4()
     compressor = model.model.layers[1].self_attn.compressor
     compressor.register_forward_hook(lambda _module, _given, found: change(*found))
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     cache = of(model, "cache")
     assert torch.allclose(own, logits(model, cache), atol=3e-5)
     assert any(reason in found for found in fallbacks(cache))

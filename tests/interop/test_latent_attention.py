@@ -1,6 +1,5 @@
 """Latent attention from the cache: projections go to queries and outputs, and nothing is expanded or left behind."""
 
-import copy
 import gc
 import threading
 from functools import partial
@@ -15,11 +14,21 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
 )
 
-from kvcore.cache.layer import LayerHandle
-from kvcore.errors import StepError
 from kvcore.interop.transformers import KVCache, absorbed, projection
 from kvcore.interop.transformers.seam import SEAM
-from tests.interop.test_attention import CUTS, ROWS, TOKENS, fallbacks, holes, logits, of
+from tests.interop.test_attention import (
+    CUTS,
+    ROWS,
+    TOKENS,
+    expansions,
+    fallbacks,
+    holes,
+    logits,
+    of,
+    own_logits,
+    padded,
+    refuse,
+)
 from tests.support import tiny_models as models
 
 SIZES = {**models.CLASSIC, **models.MLA}
@@ -38,34 +47,20 @@ def glm4_moe_lite(dtype=torch.float32):
 LATENT = (deepseek_v2, models.deepseek_v3, glm4_moe_lite, models.deepseek_v32)
 
 
-def expansions(model):
-    return [module for module in model.modules() if hasattr(type(module), SEAM)]
-
-
-def padded(left):
-    mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
-    mask[0, :left] = 0
-    return mask
-
-
 @pytest.fixture
 def nothing_expanded(monkeypatch):
     """Whoever asks for latents as copies, or for keys and values made of them, fails."""
-
-    def refuse(*_, **__):
-        raise AssertionError("latents were handed out")
-
-    monkeypatch.setattr(LayerHandle, "gather_all_entries", refuse)
+    refused = refuse(monkeypatch, "gather_all_entries")
     monkeypatch.setattr(projection, "_probe", lambda *_: True)
     for make in LATENT:
-        monkeypatch.setattr(type(expansions(make())[0]), SEAM, refuse)
+        monkeypatch.setattr(type(expansions(make())[0]), SEAM, refused)
 
 
 @pytest.mark.parametrize("left", [0, 5])
 @pytest.mark.parametrize("make", LATENT)
 def test_attention_from_latents_gives_the_models_logits(make, left, request):
     model, mask = make(), padded(left)
-    own = logits(model, DynamicCache(config=model.config), mask)
+    own = own_logits(model, mask)
     request.getfixturevalue("nothing_expanded")
     cache = of(model, "cache")
     ours = logits(model, cache, mask)
@@ -84,7 +79,7 @@ def test_a_scale_that_is_none_is_that_of_the_models_queries():
     model, mask = models.deepseek_v3(), padded(0)
     for module in expansions(model):
         module.scaling = None
-    own = logits(model, DynamicCache(config=model.config), mask)
+    own = own_logits(model, mask)
     cache = of(model, "cache")
     assert torch.allclose(own, logits(model, cache, mask), atol=3e-5)
     assert not fallbacks(cache)
@@ -116,7 +111,7 @@ def test_bf16(make):
 
 def test_a_backend_without_torch():
     model = models.deepseek_v32()
-    own = logits(model, DynamicCache(config=model.config), padded(3))[padded(3).bool()]
+    own = own_logits(model, padded(3))[padded(3).bool()]
     cache = of(model, "cache", backend="reference")
     assert torch.allclose(own, logits(model, cache, padded(3))[padded(3).bool()], atol=3e-5)
     assert not fallbacks(cache)
@@ -136,17 +131,6 @@ def test_generate(make, options, asked):
     cache = KVCache(model, batch=2, max_length=48, beams=options.get("num_beams", 1), attention=asked)
     assert torch.equal(model.generate(ids, **options), model.generate(ids, cache=cache, **options))
     assert not fallbacks(cache)
-
-
-def test_a_chat_goes_on_from_a_copy():
-    model = models.deepseek_v3()
-    own = logits(model, DynamicCache(config=model.config))
-    cache = of(model, "cache")
-    first, ids = logits(model, cache, cuts=(17,)), models.token_ids(ROWS, TOKENS)[:, 17:]
-    for each in (copy.deepcopy(cache), cache):
-        with torch.no_grad():
-            rest = model(ids, cache=each).logits
-        assert torch.allclose(own, torch.cat([first, rest], dim=1), atol=3e-5)
 
 
 def test_long_prompts_are_the_models(monkeypatch):
@@ -169,7 +153,7 @@ def test_long_prompts_are_the_models(monkeypatch):
 
 def test_padding_that_is_not_at_the_left_alone():
     model, mask = models.deepseek_v3(), holes()
-    own = logits(model, DynamicCache(config=model.config), mask)
+    own = own_logits(model, mask)
     cache = of(model, "cache")
     assert torch.allclose(own[mask.bool()], logits(model, cache, mask)[mask.bool()], atol=3e-5)
     assert fallbacks(cache) == {"padding that is not at the left alone"}
@@ -204,7 +188,7 @@ def test_projections_of_other_kinds_are_the_models(change):
     model = models.deepseek_v3()
     for module in expansions(model):
         change(module)
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     cache = of(model, "cache")
     assert torch.allclose(own, logits(model, cache), atol=3e-5)
     assert fallbacks(cache) == {"a key and value projection that is no plain linear layer, or has hooks"}
@@ -220,7 +204,7 @@ def test_a_module_that_expands_otherwise_is_the_models(monkeypatch):
         return keys.flip(1), values
 
     monkeypatch.setattr(kind, SEAM, swapped)
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     cache = of(model, "cache")
     assert torch.allclose(own, logits(model, cache), atol=3e-5)
     assert fallbacks(cache) == {"DeepseekV3Attention.expand_kv gives other keys and values than its projection's"}
@@ -235,7 +219,7 @@ def test_a_method_that_somebody_replaced_stays():
         return type(module).expand_kv(module, latents, rotary)
 
     module.expand_kv = mine
-    own = logits(model, DynamicCache(config=model.config))
+    own = own_logits(model)
     calls.clear()
     cache = of(model, "cache")
     assert torch.allclose(own, logits(model, cache), atol=3e-5)
@@ -243,55 +227,11 @@ def test_a_method_that_somebody_replaced_stays():
     assert module.expand_kv is mine
 
 
-def test_an_error_leaves_the_modules_as_they_were():
-    model = models.deepseek_v3()
-    cache = of(model, "cache")
-
-    def fail(*_):
-        raise RuntimeError("in between")
-
-    hook = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="in between"):
-        logits(model, cache)
-    hook.remove()
-    with pytest.raises(StepError, match="layers \\[0, 1, 2\\]"):
-        logits(model, cache)
-    cache.abort()
-    own = logits(model, DynamicCache(config=model.config))
-    assert torch.allclose(own, logits(model, cache), atol=3e-5)
-    assert torch.equal(own, logits(model, DynamicCache(config=model.config)))
-
-
-def test_threads_share_a_model():
-    """One waits within its forward while another runs its own and ends it, with caches of ours and of transformers."""
-    model = models.deepseek_v3()
-    own = logits(model, DynamicCache(config=model.config))
-    inside, go_on, results = threading.Event(), threading.Event(), {}
-
-    def wait(*_):
-        if threading.current_thread() is first and not inside.is_set():
-            inside.set()
-            assert go_on.wait(30)
-
-    first = threading.Thread(target=lambda: results.update(first=logits(model, of(model, "cache"))))
-    hook = model.model.layers[1].register_forward_pre_hook(wait)
-    first.start()
-    assert inside.wait(30)
-    results["theirs"] = logits(model, DynamicCache(config=model.config))
-    results["ours"] = logits(model, of(model, "cache"))
-    assert all(SEAM in vars(module) for module in expansions(model))
-    go_on.set()
-    first.join(30)
-    hook.remove()
-    assert torch.equal(own, results["theirs"])
-    assert all(torch.allclose(own, results[name], atol=3e-5) for name in ("first", "ours"))
-
-
 def test_code_that_is_compiled_meanwhile_stays_right():
     """One thread compiles and runs the model with another cache while one waits within a forward of ours, and after."""
     model, graphs, found = models.deepseek_v3(), [], []
     ids = models.token_ids(ROWS, TOKENS)[:, :3]
-    own = logits(model, DynamicCache(config=model.config), cuts=(3,))
+    own = own_logits(model, cuts=(3,))
     caches = [of(model, "cache") for _ in range(2)]
     update = type(caches[0].layers[1]).update
 
@@ -325,7 +265,7 @@ def test_code_that_is_compiled_meanwhile_stays_right():
 def test_who_looks_at_latents_gets_them():
     model, seen = models.deepseek_v3(), []
     module = expansions(model)[0]
-    own = logits(model, DynamicCache(config=model.config), cuts=(17,))
+    own = own_logits(model, cuts=(17,))
     cache = of(model, "cache")
     update = cache.layers[0].update
 
@@ -345,6 +285,6 @@ def test_who_looks_at_latents_gets_them():
 def test_what_an_indexer_picks_is_masked_under_the_registered_name():
     """A model that is given the name itself, with a cache of transformers."""
     model = models.deepseek_v32()
-    own = logits(model, DynamicCache(config=model.config), padded(5))
+    own = own_logits(model, padded(5))
     model.set_attn_implementation("kvcore")
-    assert torch.equal(own, logits(model, DynamicCache(config=model.config), padded(5)))
+    assert torch.equal(own, own_logits(model, padded(5)))
