@@ -132,6 +132,27 @@ def test_coded_rows_are_attended_to_as_stored(formats):
     assert torch.allclose(ours, theirs, atol=3e-5)
 
 
+def test_drafts_have_no_part_in_scales_by_which_tokens_before_them_are_attended_to():
+    """Of 32 tokens that are coded together drafts close a group: what they are, and whether, says nothing to others."""
+    model, ids = models.multi_head(), models.token_ids(2, 70)
+
+    def after(prompt, new):
+        cache = KVCache(model, batch=2, max_length=80, max_draft_tokens=8, formats={"key": "int4_ch32"})
+        with torch.no_grad():
+            model(ids[:, :prompt], cache=cache)
+            return cache, model(ids[:, prompt : prompt + new], cache=cache).logits
+
+    again, alone = after(29, 1)
+    cache, drafted = after(29, 6)
+    assert torch.allclose(drafted[:, :1], alone, atol=1e-5)
+    # Prompts are the model's, of more tokens than are coded together.
+    assert [cache.layers[0].attends(new) for new in (1, 32, 33)] == [True, True, False]
+    cache.crop(-5)
+    with torch.no_grad():
+        both = [model(ids[:, 40:43], cache=one).logits for one in (cache, again)]
+    assert torch.allclose(*both, atol=1e-5)
+
+
 @pytest.mark.parametrize("storage", ["paged", "slot"])
 def test_every_storage(storage):
     model = models.sliding()

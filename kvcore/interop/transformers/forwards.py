@@ -119,6 +119,8 @@ class Forwards(Cache):
             if isinstance(layer, KVLayer):
                 layer.stored_as = stored_as(layer.component) if self._torch_pools else None
                 layer.chunked = kind == "chunked_attention"
+                if settings.asked == "auto" and layer.component.ratio > 1:
+                    layer.most_new = layer.component.ratio
         # A layer with a recurrent part beside ends its forward in that, by a handle; rows that wait raw need one, too.
         roles = {layer.roles for layer in settings.spec.layers if layer.roles}
         self._only_rows = self._torch_pools and roles == {("kv",)}

@@ -37,13 +37,9 @@ class MlaLayer(LatentRows):
     """Latent attention: one row a token for all heads, the compressed latent and the rotary key side by side.
 
     With an indexer (V3.2) the model asks for its keys after ``update``, and the forward's part ends there.
-
-    Attributes:
-        most_new: new tokens of a row up to which the cache attends itself; None: any number.
     """
 
     component: Entries
-    most_new: int | None = None
 
     def __init__(self, owner: Owner, number: int, spec: LayerSpec, rank: int | None) -> None:
         assert spec.entries is not None
@@ -74,10 +70,6 @@ class MlaLayer(LatentRows):
         """All latents and rotary keys [B, 1, n, dim]."""
         found = self.owner.take(handle.gather_all_entries().values, dtype).unsqueeze(1)
         return found[..., :rank], found[..., rank:]
-
-    def attends(self, new: int) -> bool:
-        """Whether the cache attends itself to ``new`` tokens a row."""
-        return super().attends(new) and (self.most_new is None or new <= self.most_new)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Store the indexer's keys [B, S, dim]; return all of them [B, n, dim]."""

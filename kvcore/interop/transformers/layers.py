@@ -32,6 +32,7 @@ class Layer(OwnedLayer, CacheLayerMixin):
 
     Attributes:
         cache_attends: whether the cache attends itself to one new token, and to several.
+        most_new: new tokens of a row up to which it does; None: any number.
         kind: a number that layers of equal components share.
         chunked: whether what the spec calls a window is the model's chunk.
     """
@@ -39,6 +40,7 @@ class Layer(OwnedLayer, CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
     cache_attends: tuple[bool, bool] = (False, False)
+    most_new: int | None = None
     kind = 0
     chunked = False
 
@@ -85,7 +87,8 @@ class Layer(OwnedLayer, CacheLayerMixin):
 
     def attends(self, new: int) -> bool:
         """Whether the cache attends itself to ``new`` tokens a row."""
-        return self.cache_attends[int(new > 1)]  # torch 2.11 does not trace a bool as an index
+        # torch 2.11 does not trace a bool as an index
+        return self.cache_attends[int(new > 1)] and (self.most_new is None or new <= self.most_new)
 
     def stored(self) -> Pair | None:
         """Copies of the layer's keys and values; None if there are none."""
@@ -153,7 +156,7 @@ class KVLayer(Layer):
             return self._update_alike(owner, alike, key_states, value_states)
         handle = owner.begin(self.number, key_states)
         try:
-            if self.cache_attends[int(key_states.shape[2] > 1)] and owner.attending is not None:
+            if owner.attending is not None and self.attends(key_states.shape[2]):
                 found = Handed.appended(self, handle, owner.attending, key_states, value_states).outlines()
             else:
                 found = self._update(handle, key_states, value_states)
@@ -180,7 +183,7 @@ class KVLayer(Layer):
         owner.begin_alike(self.number)
         try:
             number, forward = self.number, owner.attending
-            if forward is not None and self.cache_attends[int(keys.shape[2] > 1)]:
+            if forward is not None and self.attends(keys.shape[2]):
                 shared = forward.memo.get(self.kind)
                 if shared is None:
                     shared = forward.memo[self.kind] = SharedRows(self, alike.columns, forward, keys, values)

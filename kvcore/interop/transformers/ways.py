@@ -69,6 +69,7 @@ LATENT = (
 )
 UNKNOWN = "rows are latents, which modules of this model expand elsewhere than in expand_kv"
 COMPRESSED = "the window, and of the entries those that a query sees, are read as they lie, once for all query heads"
+OVER_TOKENS = "tokens are coded together, and no draft has a part in scales that the tokens before it see"
 HANDED_OUT = Way("model", "over windows and entries that are handed out")
 
 
@@ -187,7 +188,10 @@ def _of_layer(
     if slow:
         return Ways(Way("model", slow), Way("model", slow))
     plain = stored_as(kv) == dtype
-    return MEASURED.get((device.type, plain), MEASURED["cpu", plain])
+    ways = MEASURED.get((device.type, plain), MEASURED["cpu", plain])
+    if kv.ratio == 1:
+        return ways
+    return ways._replace(more=Way("cache", f"up to {kv.ratio} tokens a row, more are the model's; {OVER_TOKENS}"))
 
 
 COMPILED = "compiled code stores a token's rows and attends to the pools in one operator"
