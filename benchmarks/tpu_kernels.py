@@ -229,8 +229,8 @@ KERNELS: dict[str, Kernel] = {
         f"attend_rows v4_584 selected{word}": Kernel(
             attended("entries", TOPK, dtype),
             "attend.",
-            "256 rows",
-            row_bytes("entries", lambda: attend_rows.NARROW_ROWS_A_STEP),
+            "512 rows",
+            row_bytes("entries", lambda: attend_rows.TOKENS_A_STEP * attend_rows.NARROW_ROWS_A_STEP),
         )
         for word, dtype in QUERIES
     },
@@ -238,8 +238,8 @@ KERNELS: dict[str, Kernel] = {
         f"attend_rows v4_584 window{word}": Kernel(
             attended("window", WINDOW, dtype),
             "attend.",
-            "128 rows",
-            row_bytes("window", lambda: attend_rows.ROWS_A_STEP),
+            "512 rows",
+            row_bytes("window", lambda: attend_rows.RINGS_A_STEP * WINDOW),
             quick=True,
         )
         for word, dtype in QUERIES

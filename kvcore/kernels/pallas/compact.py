@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.kernels.pallas import block_lines
-from kvcore.kernels.pallas.codes import of_bits
 from kvcore.kernels.pallas.lines import SUBLANES, Buffer, buffers_of, column, lanes
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES, TILE_BYTES
@@ -167,10 +166,11 @@ class Rows:
         order: two references, as ``order`` makes them.
         held: the references that ``rows_scratch`` asked for.
         interpret: as in ``pallas_call``.
+        apart: as in ``decoded``.
     """
 
-    def __init__(self, region: Region, pool, given, order, held, interpret: Any) -> None:
-        self._region, self._pool, self._given = region, pool, given
+    def __init__(self, region: Region, pool, given, order, held, interpret: Any, *, apart: bool = False) -> None:
+        self._region, self._pool, self._given, self._apart = region, pool, given, apart
         self._numbers, self._following = order
         self._tiles, self._arrived, self._places, self._told = held
         self._interpret, self._native = interpret, block_lines.casts_e4m3(interpret)
@@ -221,7 +221,7 @@ class Rows:
         few = len(first) // ROWS_OF_A_WORD
         fours = [slice(few * number, few * (number + 1)) for number in range(ROWS_OF_A_WORD)]
         rest = sum((rest[some] << 8 * number for number, some in enumerate(fours)), jnp.int32(0))
-        return decoded(self._region, [coded[some] for some in fours], rest, native=self._native)
+        return decoded(self._region, [coded[some] for some in fours], rest, native=self._native, apart=self._apart)
 
     def _start(self, chunk, first: int, last: int) -> None:
         """Let rows of a chunk come whose places are told, if there is one: a predicate of each copy, no branch."""
@@ -262,6 +262,21 @@ def every(tiles, number: int, count: int, *, step: int, interpret: Any):
         # The interpreter knows no views of memory.
         return pltpu.bitcast(tiles[...].reshape(-1, LANES), jnp.int32)[number::step][:count]
     return tiles.bitcast(jnp.int32).reshape(rows, LANES)[pl.ds(number, count, stride=step)]
+
+
+def tile(tiles, number, *, interpret: Any):
+    """Words [1, 128] of one of tiles [count, 4, 128]."""
+    if interpret:
+        return pltpu.bitcast(tiles[number], jnp.int32)
+    return tiles.bitcast(jnp.int32).reshape(tiles.shape[0], LANES)[pl.ds(number, 1)]
+
+
+def put_tile(tiles, number, words, *, interpret: Any) -> None:
+    """Exchange what ``tile`` reads."""
+    if interpret:
+        tiles[number] = pltpu.bitcast(words, jnp.uint8)
+    else:
+        tiles.bitcast(jnp.int32).reshape(tiles.shape[0], LANES)[pl.ds(number, 1)] = words
 
 
 def joined(first, second, bits):
@@ -307,7 +322,7 @@ def flat(region: Region, pool, unit, row, count: int):
     return pool.reshape(-1, *pool.shape[2:]), places.reshape(-1, count // LANES, LANES)
 
 
-def decoded(region: Region, fours, rest, *, native: bool, kept=None) -> list:
+def decoded(region: Region, fours, rest, *, native: bool, apart: bool, kept=None) -> list:
     """Lines [4n, 128] bf16 of narrow rows, 4i to 4i + 3 from the words i of four arrays.
 
     Args:
@@ -315,65 +330,81 @@ def decoded(region: Region, fours, rest, *, native: bool, kept=None) -> list:
         fours: [n, 128] words each, of a row's tile.
         rest: [n, 128] words of which each byte is one of the four rows', of their 16-bit channels.
         native: the chip casts e4m3 itself.
+        apart: lines are to be multiplied by ``block_lines.e4m3_factor``; a scale that is no number spoils its row.
         kept: [n, 128] words, 0 in the bytes of rows that are to be zeros; None: none is.
     """
     places = {place.field: place for place in region.unit.places}
     first = next(field for field in region.format.fields if field.is_value)
+    factor = jnp.bfloat16(block_lines.e4m3_factor(native))
     bytes_ = transposed(*fours)
     bytes_ = bytes_ if kept is None else [words & kept for words in bytes_]
-    scale_line, scale_lane = divmod(places["scales"].base, LANES)
-    few = exponents(bytes_[scale_line], scale_lane, first.groups)
-    spread = dot(few, _groups(scale_lane, first.width, len(bytes_), first.groups), contract=0).astype(jnp.bfloat16)
+    line, lane = divmod(places["scales"].base, LANES)
+    shape = LANES if kept is None else 1, LANES * len(bytes_)
+    channels = lane + jnp.minimum(lax.div(lanes(shape), first.width), first.groups - 1)
+    # Where lanes are looked up in, the vector unit does nothing; where rows wait for copies, it has time for products.
+    if kept is None:
+        scales = _by_products(bytes_[line], lane, first.groups, channels, apart=apart)
+    else:
+        scales = _among_lanes(bytes_[line], channels)
     found = []
-    for number, words in enumerate(bytes_):
-        by = spread[:, LANES * number : LANES * (number + 1)]
-        line = block_lines.from_e4m3(words, native) * jnp.bfloat16(block_lines.e4m3_factor(native)) * by
-        found.append(jnp.where(by < 0, jnp.bfloat16(jnp.nan), line))
+    for words, scale in zip(bytes_, scales, strict=True):
+        codes = block_lines.from_e4m3(words, native)
+        found.append((codes if native or apart else codes * factor) * scale)
     # High bytes lie in the lower lanes, low ones above them.
-    byte = pltpu.bitcast(rest, jnp.uint8).astype(jnp.int32)
-    bits = pltpu.bitcast(of_bits(pltpu.roll(byte, LANES // 2, 1) << 24 | byte << 16).astype(jnp.bfloat16), jnp.int32)
-    last = pltpu.bitcast(found[-1], jnp.int32)
-    found[-1] = bf16(jnp.where(lanes(last.shape) < LANES // 2, last, bits))
+    pairs = in_halves(rest)
+    pairs = pltpu.roll(pairs, LANES // 2, 1) << 8 | pairs
+    if apart and not native:
+        pairs = pltpu.bitcast(bf16(pairs) * (1 / factor), jnp.int32)
+    codes = pltpu.bitcast(found[-1], jnp.int32)
+    found[-1] = bf16(jnp.where(lanes(codes.shape) < LANES // 2, codes, pairs))
     return found
 
 
-def exponents(words, first: int, count: int):
-    """[4n, 128] bf16 of ``count`` lanes of exponents from lane ``first`` on, a row a byte of words [n, 128].
+def in_halves(words):
+    """Words [n, 128] -> [2n, 128] of their bytes, one in either half: as two rows of 16 bits lie."""
+    return pltpu.bitcast(pltpu.bitcast(words, jnp.uint8).astype(jnp.uint16), jnp.int32)
 
-    255 is -1, and other lanes 0: a product with zeros and ones may not spread what is not finite.
+
+def exponents(words):
+    """[4n, 128] bf16 powers of two, a row a byte of words [n, 128]; 255 is infinite, and 0 is 0."""
+    return bf16(in_halves(words) << 7)
+
+
+def _among_lanes(words, places) -> list:
+    """Scales [4n, 128] bf16 of lines of channels, each looked up in words [n, 128] in the lane ``places`` [1, all]."""
+    power = exponents(words)
+    power = pltpu.bitcast(jnp.where(power == jnp.bfloat16(jnp.inf), jnp.bfloat16(jnp.nan), power), jnp.int32)
+    found = []
+    for begin in range(0, places.shape[1], LANES):
+        lane = jnp.broadcast_to(places[:, begin : begin + LANES], power.shape)
+        found.append(bf16(jnp.take_along_axis(power, lane, axis=1, mode="promise_in_bounds")))
+    return found
+
+
+def _by_products(words, first: int, count: int, places, *, apart: bool) -> list:
+    """The same by products with zeros and ones, ``places`` [128, all].
+
+    ``count`` lanes from ``first`` on are scales. ``apart``: one that is no number need not stay in its group.
     """
-    words = in_lanes(words, first, count)
-    # A byte's highest bit becomes a sign, too, which is taken away from two numbers at once.
-    signed = of_bits(pltpu.bitcast(words, jnp.int8).astype(jnp.int32) << 23).astype(jnp.bfloat16)
-    power = bf16(pltpu.bitcast(signed, jnp.int32) & twice(0x7FFF))
-    return jnp.where(power == jnp.bfloat16(jnp.inf), jnp.bfloat16(-1), power)
-
-
-def in_lanes(words, first: int, count: int):
-    """Words [n, 128], zeros outside of ``count`` lanes from ``first`` on."""
     lane = lanes((1, LANES))
-    return words & jnp.where((lane >= first) & (lane < first + count), jnp.int32(-1), 0)
+    power = exponents(words & jnp.where((lane >= first) & (lane < first + count), jnp.int32(-1), 0))
+    if not apart:
+        # A product with zeros may not spread what is not finite.
+        power = jnp.where(power == jnp.bfloat16(jnp.inf), jnp.bfloat16(-1), power)
+    ones = jnp.where(lax.broadcasted_iota(jnp.int32, places.shape, 0) == places, 1.0, 0.0).astype(jnp.bfloat16)
+    spread = dot(power, ones, contract=0).astype(jnp.bfloat16)
+    found = [spread[:, begin : begin + LANES] for begin in range(0, spread.shape[1], LANES)]
+    return found if apart else [jnp.where(one < 0, jnp.bfloat16(jnp.nan), one) for one in found]
 
 
 def transposed(one, two, three, four) -> list:
     """Words of four rows -> of each of their bytes, words that hold it of all four."""
-    found = []
-    for low in (True, False):
-        even, odd = (_halves(some, other, low=low) for some, other in ((one, three), (two, four)))
-        found.append(even & BYTES | (odd & BYTES) << 8)
-        found.append(lax.shift_right_logical(even, 8) & BYTES | odd & ~BYTES)
-    return found
+    first, second = _exchanged(one, three, 16), _exchanged(two, four, 16)
+    return [word for low, high in zip(first, second, strict=True) for word in _exchanged(low, high, 8)]
 
 
-def _halves(first, second, *, low: bool):
-    """The lower halves of two words, or their upper ones, as one."""
-    if low:
-        return first & 0xFFFF | second << 16
-    return lax.shift_right_logical(first, 16) | second & np.int32(-0x10000)
-
-
-def _groups(first: int, width: int, lines: int, groups: int):
-    """[128, lines · 128] ones where a channel belongs to the group whose scale lies in a lane from ``first`` on."""
-    scale, channel = (lax.broadcasted_iota(jnp.int32, (LANES, LANES * lines), axis) for axis in (0, 1))
-    group = jnp.minimum(lax.div(channel, width), groups - 1)
-    return jnp.where(scale == first + group, 1.0, 0.0).astype(jnp.bfloat16)
+def _exchanged(first, second, bits: int) -> tuple:
+    """Two words, of which every other piece of so many bits, the upper one of the first, changes places."""
+    lower = np.int32(0xFFFF) if bits == 16 else BYTES
+    differ = (lax.shift_right_logical(first, bits) ^ second) & lower
+    return first ^ differ << bits, second ^ differ

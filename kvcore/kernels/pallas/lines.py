@@ -150,6 +150,17 @@ def column(numbers):
     return jnp.sum(jnp.where(diagonal, square, 0.0), axis=1, keepdims=True).astype(jnp.int32)
 
 
+def line(numbers):
+    """[K, 1] along sublanes -> [1, all] along lanes, and pads to whole lines of them."""
+    found = []
+    for first in range(0, len(numbers), LANES):
+        some = numbers[first : first + LANES]
+        square = (len(some), LANES)
+        diagonal = lanes(square) == lax.broadcasted_iota(jnp.int32, square, 0)
+        found.append(jnp.sum(jnp.where(diagonal, jnp.broadcast_to(some, square), 0), axis=0, keepdims=True))
+    return jnp.concatenate(found, axis=1)
+
+
 def lanes(shape: Sequence[int]):
     """The number of every lane, int32."""
     return lax.broadcasted_iota(jnp.int32, tuple(shape), len(shape) - 1)

@@ -41,12 +41,12 @@ def clear(largest, total, weighted) -> None:
 
 
 def weigh(q, lines, exists, largest, total):
-    """Take keys, lines [n, 128] each, into the softmax where ``exists`` [H, n].
+    """Take keys, lines [n, 128] each, into the softmax where ``exists`` [H, n]; logits are in powers of two.
 
     Returns what is kept of the sums [H, 1], and the new weights [H, n].
     """
     logits = sum(product(q[0, :, LANES * n : LANES * (n + 1)], line, contract=1) for n, line in enumerate(lines))
-    return weigh_logits(logits, exists, largest, total)
+    return weigh_logits(logits, exists, largest, total, power=jnp.exp2)
 
 
 def weigh_logits(logits, exists, largest, total, *, power=jnp.exp, share: float = 1.0):
@@ -65,8 +65,6 @@ def weigh_logits(logits, exists, largest, total, *, power=jnp.exp, share: float 
     higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
     base = jnp.where(higher == -jnp.inf, 0, higher)
     weights = power(logits - base)
-    if exists is not None:
-        weights = jnp.where(exists, weights, 0)
     kept = power(before - base)
     largest[...] = jnp.broadcast_to(higher, largest.shape)
     added = jnp.sum(weights, axis=1, keepdims=True)
@@ -79,6 +77,12 @@ def of_powers(largest, total):
     sums = total[...]
     lse = jnp.where(sums == 0, -jnp.inf, largest[...] * np.float32(1 / LOG2E) + jnp.log(sums))
     return lse, 1 / jnp.where(sums == 0, 1, sums)
+
+
+def sunk(shrink, total, lse, sink):
+    """What weighted sums are multiplied by where a sink, an array or a reference to it, or None, is part of the sum."""
+    # sigmoid(lse - sink), written so that neither exponential overflows.
+    return shrink if sink is None else jnp.where(total == 0, 0, shrink / (1 + jnp.exp(sink[...] - lse)))
 
 
 def with_sink(out, lse, sink):
@@ -94,20 +98,19 @@ def add(weights, lines, kept, weighted) -> None:
 
 
 def end(step, largest, total, weighted, sink, out, lse) -> None:
-    """A token's last step: out and lse; -inf and 0 where there was no key. ``sink`` is a reference or None."""
+    """Tokens' last step: out and lse; -inf and 0 where there was no key. ``sink`` is a reference or None."""
 
     @pl.when(step == pl.num_programs(1) - 1)
     def _():
-        sums = total[...]
-        rest = jnp.where(sums == 0, -jnp.inf, largest[...] + jnp.log(sums))
-        lse[0] = rest
-        shrink = 1 / jnp.where(sums == 0, 1, sums)
-        if sink is not None:
-            # sigmoid(lse - sink), written so that neither exponential overflows.
-            shrink = jnp.where(sums == 0, 0, shrink / (1 + jnp.exp(sink[...] - rest)))
-        for line in range(weighted.shape[1] // LANES):
-            some = slice(LANES * line, LANES * (line + 1))
-            out[0, :, some] = weighted[:, some] * shrink
+        heads = out.shape[1]
+        for token in range(len(out)):
+            mine = slice(heads * token, heads * (token + 1))
+            rest, shrink = of_powers(largest[mine], total[mine])
+            lse[token] = rest
+            shrink = sunk(shrink, total[mine], rest, sink)
+            for line in range(weighted.shape[1] // LANES):
+                some = slice(LANES * line, LANES * (line + 1))
+                out[token, :, some] = weighted[mine, some] * shrink
 
 
 def product(left, right, *, contract: int):

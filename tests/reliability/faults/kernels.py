@@ -377,8 +377,8 @@ PALLAS = {
     ],
     "compact.py": [
         (
-            "    return jnp.where(power == jnp.bfloat16(jnp.inf), jnp.bfloat16(-1), power)\n",
-            "    return power\n",
+            "        power = jnp.where(power == jnp.bfloat16(jnp.inf), jnp.bfloat16(-1), power)\n",
+            "        pass\n",
             "a scale that is no number spoils the whole row",
         ),
         (
@@ -389,9 +389,14 @@ PALLAS = {
     ],
     "rings.py": [
         (
-            "    low, high = jnp.where(around, end - region.rows, first), jnp.where(around, first, end)\n",
-            "    low, high = jnp.where(around, end - region.rows, first), jnp.where(around, first + 1, end)\n",
+            "    low, high = jnp.where(around < 0, end - places, first), jnp.where(around < 0, first, end)\n",
+            "    low, high = jnp.where(around < 0, end - places, first), jnp.where(around < 0, first + 1, end)\n",
             "the first row of a ring that goes around its end is zeros",
+        ),
+        (
+            "    return jnp.minimum(first, places) - more, places, moved, more\n",
+            "    return jnp.minimum(first, places), places, moved, more\n",
+            "rows of a ring that change places take those of rows that are seen",
         ),
     ],
     "gather_rows.py": [
@@ -425,19 +430,13 @@ PALLAS = {
     ],
     "softmax.py": [
         (
-            "        weights = jnp.where(exists, weights, 0)\n",
-            "        pass\n",
-            "keys that do not exist weigh",
-            "their logits are -inf and the base is finite, so their weight is 0 either way",
-        ),
-        (
             "    total[...] = total[...] * kept + ",
             "    total[...] = total[...] + ",
             "earlier keys are weighted by an old maximum",
         ),
         (
-            "        rest = jnp.where(sums == 0, -jnp.inf, largest[...] + jnp.log(sums))\n",
-            "        rest = largest[...] + jnp.log(sums + 1)\n",
+            "    lse = jnp.where(sums == 0, -jnp.inf, largest[...] * np.float32(1 / LOG2E) + jnp.log(sums))\n",
+            "    lse = largest[...] * np.float32(1 / LOG2E) + jnp.log(sums + 1)\n",
             "lse counts one key too many",
         ),
     ],
