@@ -322,7 +322,7 @@ def flat(region: Region, pool, unit, row, count: int):
     return pool.reshape(-1, *pool.shape[2:]), places.reshape(-1, count // LANES, LANES)
 
 
-def decoded(region: Region, fours, rest, *, native: bool, apart: bool, kept=None) -> list:
+def decoded(region: Region, fours, rest, *, native: bool, apart: bool = False, kept=None) -> list:
     """Lines [4n, 128] bf16 of narrow rows, 4i to 4i + 3 from the words i of four arrays.
 
     Args:
