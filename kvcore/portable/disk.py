@@ -149,10 +149,14 @@ def write_whole(disk: Disk, path: Path, data: bytes | Sequence[Part], *, sweep: 
     try:
         _write_and_name(disk, temporary, path, (data,) if isinstance(data, bytes) else data)
         disk.flush_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         # A disk that refuses to write may refuse to remove as well; the first error is the one to report.
         with contextlib.suppress(OSError):
             disk.remove(temporary)
+        if isinstance(error, OSError) and error.errno is not None:
+            # The name that was asked for, not the one on the way to it.
+            error.filename = str(path)
+            del error.filename2
         raise
 
 

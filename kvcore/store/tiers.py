@@ -163,6 +163,9 @@ class DiskTier:
         gone: list[tuple[bytes, Sealed | None]] = []
         if self.used + len(data) > self.capacity:
             gone = self._make_room(len(data))
+            if self.used + len(data) > self.capacity:
+                self.refused += 1
+                return [*gone, (key, None)]
         try:
             self._write(self._path(key), data)
         except OSError as error:
@@ -202,8 +205,12 @@ class DiskTier:
         for _, size, path in files:
             if self.used + wanted <= self.capacity:
                 break
-            with contextlib.suppress(OSError):
+            try:
                 self._disk.remove(path)
+            except OSError as error:
+                # It is there still, and somebody else's: others go in its place.
+                self.error = error
+                continue
             self.used -= size
             gone.append((bytes.fromhex(path.stem), None))
         return gone

@@ -352,11 +352,21 @@ def test_a_refusing_disk_is_an_error_and_the_old_file_stays(monkeypatch, fault):
         with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is compared below
             write_whole(disk, FILE, SAVES[1])
         assert caught.value.errno == getattr(errno, fault)
+        assert str(caught.value).endswith(f": {str(FILE)!r}")
         last = disk.operations[boundary]
         assert disk.names[FILE].data == (SAVES[1] if last in ("close", "flush folder") else SAVES[0]), last
         assert set(disk.names) == {FILE}
         write_whole(disk, FILE, SAVES[2])
         assert disk.names[FILE].data == SAVES[2]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("nowhere/saved.kv", FileNotFoundError), ("taken", IsADirectoryError)])
+def test_an_error_names_what_was_asked_for(tmp_path, name, kind):
+    (tmp_path / "taken").mkdir()
+    path = tmp_path / name
+    with pytest.raises(kind) as caught:
+        write_whole(Disk(), path, b"rows")
+    assert str(caught.value).endswith(f": {str(path)!r}")
 
 
 def test_short_writes_are_completed():

@@ -222,6 +222,30 @@ def test_a_page_that_a_full_disk_refuses_is_not_stored_and_ends_nothing(tmp_path
     assert not BlockStore([DiskTier(tmp_path / "other", 1 << 20, disk=Full(0))]).put(key(1), page(1))
 
 
+def test_a_page_that_a_disk_does_not_let_go_is_there_still_and_others_go(tmp_path):
+    class Keeps(Disk):
+        kept = ()
+
+        def remove(self, path):
+            if path.stem in self.kept:
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+            super().remove(path)
+
+    told = []
+    disk = DiskTier(tmp_path, 2 * size(1), disk=Keeps())
+    store = BlockStore([disk], events=told.extend)
+    for number in range(2):
+        store.put(key(number), page(number))
+        os.utime(disk._path(key(number)), (number, number))
+    disk._disk.kept = [key(0).hex()]
+    assert store.put(key(2), page(2))
+    assert [store.has(key(number)) for number in range(3)] == [True, False, True]
+    assert [event for event in told if isinstance(event, BlockRemoved)] == [BlockRemoved([key(1)], "STORAGE")]
+    disk._disk.kept = [key(number).hex() for number in range(3)]
+    assert not store.put(key(3), page(3))
+    assert (disk.refused, disk.error.errno, disk.used) == (1, errno.EPERM, 2 * size(1))
+
+
 def test_what_a_disk_cannot_read_is_not_there(tmp_path, monkeypatch):
     store = BlockStore([DiskTier(tmp_path, 1 << 20)])
     store.put(key(1), page(1))
