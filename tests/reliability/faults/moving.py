@@ -174,7 +174,12 @@ TABLE = {
     ],
     "store/tiers.py": [
         ("            self._disk.sweep_folder(path.parent)\n", "", "what killed writers left stays"),
-        ("            return [*gone, (key, None)]\n", "            raise\n", "a full disk ends a step"),
+        (
+            "            self.error = error\n            return [*gone, (key, None)]\n",
+            "            raise\n",
+            "a full disk ends a step",
+        ),
+        ("                continue\n", "                pass\n", "a page that the disk keeps counts as gone"),
         ("                self._pages.move_to_end(key)\n", "                pass\n", "use does not count"),
         ("                self._drop(oldest)\n", "                break\n", "a tier grows beyond its capacity"),
         (
