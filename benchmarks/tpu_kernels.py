@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as public
 
 from kvcore.backends.jax_pallas import JaxOps
-from kvcore.kernels.pallas import attend_rows, gather_rows, index_scores
+from kvcore.kernels.pallas import attend_rows, gather_blocks, gather_rows, index_scores
 from kvcore.kernels.pallas.lines import buffers_of
 from kvcore.plan import Region, plan_cache
 from kvcore.spec import FORMATS, CacheSpec, LayerSpec
@@ -90,6 +90,15 @@ def gathered() -> Case:
 
     places = ((TOKENS * TOPK,), jnp.int32)
     return of_rows(verbs.csa(), "entries", gather, places, places)
+
+
+def gathered_blocks(layer: LayerSpec) -> Callable[[], Case]:
+    """All entries of a layer, decoded."""
+
+    def gather_all(region: Region, pools: Any, blocks: Any) -> Any:
+        return gather_blocks.gather_blocks(region, pools[0], blocks, dtype=jnp.bfloat16, interpret=False)
+
+    return lambda: of_rows(layer, "entries", gather_all, ((TOKENS * BLOCKS,), jnp.int32))
 
 
 def scored(format: str) -> Callable[[], Case]:
@@ -247,6 +256,15 @@ KERNELS: dict[str, Kernel] = {
     "gather_rows v4_584 selected": Kernel(
         gathered, "gather.", "256 rows", row_bytes("entries", lambda: gather_rows.ROWS_A_STEP), quick=True
     ),
+    **{
+        f"gather_blocks v4_584, {rows} rows each": Kernel(
+            gathered_blocks(layer),
+            "gather_all.",
+            "256 rows",
+            row_bytes("entries", lambda: gather_blocks.ROWS_A_STEP),
+        )
+        for rows, layer in ((64, verbs.csa()), (2, verbs.hca()))
+    },
     "index_scores index_fp8_132": Kernel(scored("index_fp8_132"), "score.", "2,048 keys", _scored_bytes, quick=True),
     "index_scores index_fp4_68_h": Kernel(scored("index_fp4_68_h"), "score.", "4,096 keys", _scored_bytes),
     "flush v4_584.m128": Kernel(

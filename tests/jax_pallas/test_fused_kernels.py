@@ -22,6 +22,7 @@ from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
 from kvcore.kernels.pallas import codes, compact, rings, rows_codec
 from kvcore.kernels.pallas.attend_rows import Source, attend_rows
+from kvcore.kernels.pallas.gather_blocks import fits, gather_blocks
 from kvcore.kernels.pallas.gather_rows import gather_rows
 from kvcore.kernels.pallas.store_rows import store_rows
 from kvcore.kernels.pallas.top_k import top_k
@@ -57,6 +58,7 @@ CHECKS = (
     "index_scores/index_fp8_132.m4/tpu_tile/ragged",
     "index_scores/index_fp4_68_h.m2/tpu_tile/ragged",
     "gather_entries/v41_528.m4/tpu_tile/padded",
+    "gather_all_entries/v4_584.m2/tpu_tile/ragged",  # blocks of twelve rows
     "attend/v4_584+v4_584.m2/tpu_tile/ragged",  # a ring, and entries one by one
 )
 
@@ -221,6 +223,37 @@ def test_chunks_without_a_row_are_passed_over(rng: np.random.Generator) -> None:
     unit, row = np.where(pick >= 0, pick // ROWS, -1), np.maximum(pick, 0) % ROWS
     found = jax.jit(functools.partial(gather_rows, one, interpret=INTERPRETER))(pools, unit, row)
     np.testing.assert_array_equal(np.asarray(found), np.where(pick[:, None] >= 0, stored[pick], 0))
+
+
+@pytest.mark.parametrize("rows", [8, 2])
+def test_blocks_come_whole_and_in_the_order_of_a_table(rows: int, rng: np.random.Generator) -> None:
+    """Several steps, of which one has no block; blocks that do not exist among others; NaN in rows not written."""
+    one = region("v4_584", rows=rows)
+    assert fits(one)
+    pools, values = noise(one), rng.standard_normal((2 * rows, 512)).astype(np.float32)
+    at = np.arange(2 * rows, dtype=np.int32)
+    block, row = 2 - at // rows, at % rows
+    pools = jax.jit(functools.partial(store_rows, one, interpret=INTERPRETER))(pools, block, row, values)
+    stored = np.asarray(reference.decode("v4_584", reference.encode("v4_584", values, 1.0), 512, 1.0))
+    step = 256 // rows
+    table = np.full(2 * step + 6, -1, np.int32)
+    table[[1, step - 2, step - 1, 2 * step, -1]] = 2, 1, 0, 1, 2
+    (pool,) = pools
+    found = jax.jit(functools.partial(gather_blocks, one, interpret=INTERPRETER))(pool, table)
+    assert found.shape == (len(table) * rows, 512)
+    found = np.asarray(found).reshape(len(table), rows, 512)
+    np.testing.assert_array_equal(found[[1, -1]], np.stack([stored[:rows]] * 2))
+    np.testing.assert_array_equal(found[[step - 2, 2 * step]], np.stack([stored[rows:]] * 2))
+    assert np.isnan(found[step - 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken"), [(2, True), (4, True), (12, True), (100, True), (1, False), (6, False), (1028, False)]
+)
+def test_blocks_come_whole_where_their_rows_lie_alike_and_are_few_enough(rows: int, taken: bool) -> None:
+    assert fits(region("v4_584", rows=rows)) is taken
+    assert not fits(region("v4_584", growth="slot", rows=rows))
+    assert not fits(region("v32_656", rows=rows))
 
 
 @pytest.mark.parametrize("columns", [300, 1024])

@@ -229,6 +229,7 @@ PALLAS_CHECKS = {
     "compact": sampled("gather_entries or index_scores", "tpu_tile", "ragged"),
     "rings": sampled("attend and not attend_kv", "tpu_tile", "padded"),
     "gather_rows": sampled("gather_window or gather_entries or gather_all", "tpu_tile", "ragged"),
+    "gather_blocks": sampled("gather_all", "tpu_tile", "ragged"),
     "flush": sampled("flush", "tpu_tile", "ragged"),
     "top_k": sampled("select and not index_select", "tpu_tile", "(ragged or one_over)"),
     "softmax": sampled("attend", "tpu_tile", "ragged"),

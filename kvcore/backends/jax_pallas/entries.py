@@ -72,8 +72,7 @@ def gather_all_entries(
         return AllEntries(*triton.gather_all(pools, region, index, component.ratio, columns, scale))
     counts = place.divided(index.lengths, component.ratio)
     entry = place.numbered((jnp.zeros_like(counts), counts), columns)
-    requests, scale = place.requests_like(entry), layer.global_scale(role)
-    values = place.read_values(pools, region, index, requests, entry, global_scale=scale)[:, :, 0]
+    values = place.read_all_values(pools, region, index, entry, layer.global_scale(role))[:, :, 0]
     positions = jnp.where(entry >= 0, entry * component.ratio, -1)
     return AllEntries(jnp.where((entry >= 0)[:, :, None], values, 0), counts, positions)
 

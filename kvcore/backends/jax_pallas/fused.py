@@ -10,6 +10,7 @@ from kvcore.backends.jax_pallas.encoding import DTYPES
 from kvcore.kernels.pallas import attend_groups as grouped
 from kvcore.kernels.pallas import attend_heads as headed
 from kvcore.kernels.pallas import attend_kv as classic
+from kvcore.kernels.pallas import gather_blocks as whole
 from kvcore.kernels.pallas import index_scores as scoring
 from kvcore.kernels.pallas import rows_codec, walks
 from kvcore.kernels.pallas.attend_rows import Source, attend_rows
@@ -47,6 +48,21 @@ def load(pools, region: Region, unit, row, global_scale=1.0):
         )
     values = jnp.concatenate(found) if found else jnp.zeros((0, region.format.dim), dtype)
     return values.reshape(*unit.shape, values.shape[1])
+
+
+def loads_blocks(pools, region: Region) -> bool:
+    """True where all rows of a block come together, by one copy, rather than one by one."""
+    return moves(pools, region) and whole.fits(region)
+
+
+def load_blocks(pools, region: Region, blocks):
+    """Values [..., rows, dim] of all rows of blocks [...]; arbitrary where the block is -1."""
+    (pool,) = _of(pools, region)
+    flat, dtype, found = blocks.reshape(-1), DTYPES[region.format.value_code], []
+    for first in range(0, len(flat), ROWS_A_CALL):
+        some = flat[first : first + ROWS_A_CALL]
+        found.append(whole.gather_blocks(region, pool, some, dtype=dtype, interpret=interpreted(pools)))
+    return jnp.concatenate(found).reshape(*blocks.shape, region.rows, region.format.dim)
 
 
 def store(pools, region: Region, unit, row, values, global_scale=1.0):

@@ -241,6 +241,17 @@ def read_values(pools, region: Region, index, request, number, own=None, global_
     return decode_rows(region, read(pools, region, index, request, number, own), global_scale)
 
 
+def read_all_values(pools, region: Region, index, number, global_scale=1.0):
+    """``read_values`` of all requests' rows from the first one on, ``number`` [Q, columns], as ``numbered``."""
+    if not (fused.loads_blocks(pools, region) and number.size):
+        return read_values(pools, region, index, requests_like(number), number, global_scale=global_scale)
+    firsts = number[:, :: region.rows]
+    block, _ = locate(region, index, requests_like(firsts), firsts)
+    values = fused.load_blocks(pools, region, block)
+    values = jnp.where((block >= 0)[:, :, None, None], values, 0).reshape(len(number), -1, 1, values.shape[-1])
+    return jnp.where((number >= 0)[:, :, None, None], values[:, : number.shape[1]], 0)
+
+
 def encode_rows(region: Region, values: Array, global_scale: float = 1.0) -> Array:
     """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
     flat = values.reshape(len(values) * region.heads, region.format.dim)

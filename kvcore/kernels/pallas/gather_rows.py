@@ -83,7 +83,7 @@ def _gather_narrow(numbers, following, begins, pool, places, values, *held, regi
         for number, line in enumerate(stream.lines(step, begins[0])):
             values[:, LANES * number : LANES * (number + 1)] = line.astype(values.dtype)
 
-    @pl.when(numbers[step] < 0)
+    @pl.when(numbers[step] == -1)
     def _():
         values[...] = jnp.zeros(values.shape, values.dtype)
 

@@ -150,7 +150,7 @@ TABLE = {
             "(indices >= 0) & (indices <= count[:, None])",
             "an entry that does not exist yet is read",
         ),
-        ("requests, entry, global_scale=scale)", "requests, entry)", "the global scale is forgotten in a gather"),
+        ("index, entry, layer.global_scale(role))", "index, entry)", "the global scale is forgotten in a gather"),
         (
             "jnp.where(entry >= 0, entry * component.ratio, -1)",
             "jnp.where(entry >= 0, entry, -1)",

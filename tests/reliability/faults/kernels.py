@@ -406,6 +406,18 @@ PALLAS = {
             "rows that do not exist are no zeros",
         ),
     ],
+    "gather_blocks.py": [
+        (
+            "np.uint32(0xFF << 8 * line)",
+            "np.uint32(0xFF)",
+            "the last channels of each row are the first one's",
+        ),
+        (
+            "        tile, line = block * size + buffer.first(row), buffer.line(row)\n",
+            "        tile, line = block * size + number, buffer.line(row)\n",
+            "rows of a second block are read out of the first",
+        ),
+    ],
     "flush.py": [
         (">= skipped[step]", ">= skipped[step] + 1", "the first row of a window is left out"),
         (
