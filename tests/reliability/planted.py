@@ -207,6 +207,7 @@ TRITON_CHECKS = {
     "topk": sampled("select"),
     "scores": sampled("index_scores or index_select"),
     "attend": sampled("attend"),
+    "softmax": sampled("attend"),
     "states": sampled("_state or _conv", shapes="(ragged or padded)"),
     "units": "copy_slots or copy_blocks or reset_slots or poison or (restore_ring and ragged)",
 }

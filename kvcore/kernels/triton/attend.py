@@ -26,6 +26,7 @@ from kvcore.kernels.triton.codes import round_bf16
 from kvcore.kernels.triton.device import INTERPRETED, LARGE, DeviceProps
 from kvcore.kernels.triton.latent import rotate, turns
 from kvcore.kernels.triton.record import PLACES, RowRecord, ceil_div, power_of_two
+from kvcore.kernels.triton.softmax import beside_sink, weigh
 from kvcore.ops.choices import Declined
 
 LOG2_E = 1.4426950408889634
@@ -297,17 +298,13 @@ def absorb(q, k, valid, scale, largest, total, out, S: tl.constexpr, NATIVE: tl.
     for p in tl.static_range(panels):
         logit = tl.dot(q[p], tl.trans(k[p]), logit, input_precision="ieee")
     logit = tl.where(valid[None, :], logit * scale, float("-inf"))
-    above = tl.maximum(largest, tl.max(logit, axis=1))
-    finite = tl.where(above == float("-inf"), 0.0, above)
-    weight = tl.exp2(logit - finite[:, None])
-    kept = tl.exp2(largest - finite)
-    total = total * kept + tl.sum(weight, axis=1)
+    largest, total, weight, kept = weigh(logit, largest, total)
     # Where keys are bf16 numbers, so are the weights; their sum is of what they were before.
     weight = round_bf16(weight, NATIVE) if S.narrow and S.full else weight.to(q[0].dtype)
     summed = ()
     for p in tl.static_range(panels):
         summed = summed + (tl.dot(weight, k[p], out[p] * kept[:, None], input_precision="ieee"),)
-    return above, total, summed
+    return largest, total, summed
 
 
 @triton.jit
@@ -542,14 +539,6 @@ def attend_kernel(
         if PAIRS:
             tl.debug_barrier()
             inverse_rope(out_ptr + line * S.dim, inside, position, frequencies_ptr, S.dim, PAIRS, NATIVE)
-
-
-@triton.jit
-def beside_sink(sink_ptr, head, inside, lse):
-    """Share of the weight that is left beside the sink, for base-2 ``lse``; a query without keys keeps its zeros."""
-    sink = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32)
-    share = 1.0 / (1.0 + tl.exp2(sink * 1.4426950408889634 - lse))
-    return tl.where(lse == float("-inf"), 0.0, share)
 
 
 @triton.jit(do_not_specialize=["splits"])

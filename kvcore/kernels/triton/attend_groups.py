@@ -8,11 +8,11 @@ from codes as they are.
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.attend import beside_sink
 from kvcore.kernels.triton.attend_kv import first_seen
 from kvcore.kernels.triton.codes import round_bf16
 from kvcore.kernels.triton.groups import load_tokens
 from kvcore.kernels.triton.rows import element_offsets
+from kvcore.kernels.triton.softmax import beside_sink, weigh
 
 
 @triton.jit
@@ -20,12 +20,8 @@ def take(q, k, v, seen, scale, largest, total, out, K: tl.constexpr):
     """Take keys and values [n, dim] into a running softmax of queries [r, dim]: (largest, total, out)."""
     logit = tl.dot(q, tl.trans(k), input_precision=K.precision) * scale
     logit = tl.where(seen[None, :], logit, float("-inf"))
-    above = tl.maximum(largest, tl.max(logit, axis=1))
-    finite = tl.where(above == float("-inf"), 0.0, above)
-    weight = tl.exp2(logit - finite[:, None])
-    kept = tl.exp2(largest - finite)
-    total = total * kept + tl.sum(weight, axis=1)
-    return above, total, tl.dot(weight, v, out * kept[:, None], input_precision=K.precision)
+    largest, total, weight, kept = weigh(logit, largest, total)
+    return largest, total, tl.dot(weight, v, out * kept[:, None], input_precision=K.precision)
 
 
 @triton.jit

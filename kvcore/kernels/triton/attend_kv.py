@@ -20,12 +20,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.attend import beside_sink
 from kvcore.kernels.triton.chunks import row_pointers
 from kvcore.kernels.triton.codes import round_bf16
 from kvcore.kernels.triton.device import INTERPRETED, LARGE, DeviceProps
 from kvcore.kernels.triton.record import RowRecord, aligned, ceil_div, own_record, power_of_two
 from kvcore.kernels.triton.rows import scale_value
+from kvcore.kernels.triton.softmax import beside_sink, weigh
 from kvcore.kernels.triton.words import load_packed, unpack_chunk
 from kvcore.ops.choices import Declined
 from kvcore.spec import Format
@@ -310,12 +310,7 @@ def take_tiles(
         if PARTLY:
             seen = seen & (number[None, :] <= position[:, None]) & (number[None, :] >= earliest[:, None])
         logit = tl.where(seen, logit, float("-inf"))
-        above = tl.maximum(largest, tl.max(logit, axis=1))
-        finite = tl.where(above == float("-inf"), 0.0, above)
-        weight = tl.exp2(logit - finite[:, None])
-        kept = tl.exp2(largest - finite)
-        total = total * kept + tl.sum(weight, axis=1)
-        largest = above
+        largest, total, weight, kept = weigh(logit, largest, total)
         if SV.apart and V.groups == 1:
             weight *= scale_value(value_scales[0], V, NATIVE)[None, :]
             if SPAN > 1:

@@ -248,11 +248,6 @@ TRITON = {
             "a query sees an entry of the future",
         ),
         (
-            "    total = total * kept + tl.sum(weight, axis=1)\n",
-            "    total = total + tl.sum(weight, axis=1)\n",
-            "earlier keys are weighted by an old maximum",
-        ),
-        (
             "        out *= beside_sink(sink_ptr, head, True, lse)\n",
             "        out *= 1.0\n",
             "the sink is ignored where keys are split",
@@ -261,6 +256,13 @@ TRITON = {
             "    lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))\n    out = out",
             "    lse = tl.log2(tl.where(total == 0.0, 1.0, total))\n    out = out",
             "lse of split keys lacks the maximum",
+        ),
+    ],
+    "softmax.py": [
+        (
+            "    return above, total * kept + tl.sum(weight, axis=1), weight, kept\n",
+            "    return above, total + tl.sum(weight, axis=1), weight, kept\n",
+            "earlier keys are weighted by an old maximum",
         ),
     ],
     "states.py": [
