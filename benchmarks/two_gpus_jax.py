@@ -30,13 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import two_gpus_kernels
+from benchmarks.two_gpus_kernels import index_of, reader
 from benchmarks.written import write
 from kvcore import environment
 from kvcore.interop.jax.sharding import Sharded
 from kvcore.ops import StepIndex
 from kvcore.spec import CacheSpec, Rope
 from kvcore.spec.presets import V4_FORMATS, v4_layer
-from kvcore.step import StepRequest, build_index
 
 FULL = {"lengths": (262_144, 1_048_576), "requests": 4, "chunk": 65_536, "repeats": 20}
 TINY = {"lengths": (2048, 4096), "requests": 2, "chunk": 1024, "repeats": 2}
@@ -74,15 +74,8 @@ class OnMesh:
         self._programs: dict[str, Any] = {}
 
     def index(self, start: int, new: int, *, requests: int | None = None, rows: bool = True) -> StepIndex:
-        """Requests in blocks of their own; without ``rows`` for verbs that look at lengths only."""
-        found = [
-            StepRequest(place, start, new, range(place * self.blocks, (place + 1) * self.blocks))
-            for place in range(requests or self.requests)
-        ]
-        index = build_index(found, max_blocks=self.blocks)
-        if not rows:
-            index = index._replace(positions=index.positions[:0], request_index=index.request_index[:0])
-        return self.sharded.index([index])
+        """Of some requests, all of them unless told otherwise."""
+        return self.sharded.index([index_of(requests or self.requests, self.blocks, start, new, rows=rows)])
 
     def compile(self) -> None:
         """Every program, several at once."""
@@ -105,15 +98,8 @@ class OnMesh:
             self._programs = dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values()), strict=True))
 
     def _reader(self, verb: Callable[..., Any], inputs: int = 0) -> Any:
-        specs = self.sharded.specs, self.sharded.spec("requests"), *[self.sharded.spec()] * inputs
-        mapped = jax.shard_map(
-            partial(verb, self.sharded.ops),
-            mesh=self.sharded.mesh,
-            in_specs=specs,
-            out_specs=self.sharded.spec(),
-            check_vma=False,
-        )
-        return jax.jit(mapped)
+        whole = self.sharded.spec()
+        return reader(self.sharded, verb, [whole] * inputs, whole)
 
     def fill(self, start: int, length: int) -> None:
         """Entries and index keys of tokens ``start`` to ``length``."""

@@ -6,7 +6,7 @@ flush computes, and what is read, agree within the tolerance table. Both read th
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
@@ -128,6 +128,22 @@ def rows_of(ops: Any, pools: Any, index: StepIndex, *, columns: int, new: int) -
     return [ops.gather_rows(pools, 0, role, index, columns=columns).rows[:, -new:] for role in COMPUTED]
 
 
+def index_of(requests: int, blocks: int, start: int, new: int, *, rows: bool) -> StepIndex:
+    """Every request's tokens ``start`` to ``start + new``, in ``blocks`` blocks of its own.
+
+    Without ``rows`` for verbs that look at lengths only.
+    """
+    found = [StepRequest(place, start, new, range(place * blocks, (place + 1) * blocks)) for place in range(requests)]
+    index = build_index(found, max_blocks=blocks)
+    return index if rows else index._replace(positions=index.positions[:0], request_index=index.request_index[:0])
+
+
+def reader(sharded: Sharded, verb: Callable[..., Any], lies: Iterable[Any], outs: Any) -> Any:
+    """A compiled function of pools, an index and inputs, which lie so, that leaves the pools as they are."""
+    where = {"in_specs": (sharded.specs, sharded.spec("requests"), *lies), "out_specs": outs}
+    return jax.jit(jax.shard_map(partial(verb, sharded.ops), mesh=sharded.mesh, check_vma=False, **where))
+
+
 class OnMesh:
     """Pools of one kind of kernels on a mesh, and every program, compiled ahead."""
 
@@ -146,13 +162,7 @@ class OnMesh:
 
     def index(self, start: int, new: int, *, rows: bool = True) -> StepIndex:
         """Every request's tokens ``start`` to ``start + new``, in blocks of its own."""
-        places = [
-            StepRequest(place, start, new, range(place * self.blocks, (place + 1) * self.blocks))
-            for place in range(self.local)
-        ]
-        index = build_index(places, max_blocks=self.blocks)
-        if not rows:
-            index = index._replace(positions=index.positions[:0], request_index=index.request_index[:0])
+        index = index_of(self.local, self.blocks, start, new, rows=rows)
         return self.sharded.index([index] * self.shards)
 
     def compile(self, inputs: "Inputs", workers: ThreadPoolExecutor) -> None:
@@ -193,14 +203,7 @@ class OnMesh:
         def lies(some: Any) -> Any:
             return jax.tree.map(lambda one: self.sharded.spec(*one, mode="decode"), some)
 
-        mapped = jax.shard_map(
-            partial(verb, self.sharded.ops),
-            mesh=self.sharded.mesh,
-            in_specs=(self.sharded.specs, self.sharded.spec("requests"), *lies(axes)),
-            out_specs=lies(outs),
-            check_vma=False,
-        )
-        return jax.jit(mapped)
+        return reader(self.sharded, verb, lies(axes), lies(outs))
 
     def write(self, name: str, index: StepIndex, given: Any) -> Any:
         """Run a program that writes; the pools that it leaves."""
