@@ -8,10 +8,9 @@ import pytest
 
 import kvcore
 from kvcore.ops import tolerances
-from kvcore.ops.tolerances import Tolerance
 from kvcore.spec import FORMATS, LAYOUTS, CacheSpec, Entries, LayerSpec, Tail, Window, presets
 from tests.support.backends_under_test import Codec, seed_of
-from tests.support.drive import Options, Seen, bits, classic_spec, drive
+from tests.support.drive import Options, Seen, assert_agrees, assert_near, assert_same, classic_spec, drive
 
 SPECS = {
     "V4-Flash, tiny": presets.deepseek_v4_flash_tiny(block_tokens=16),
@@ -43,33 +42,6 @@ def pair(spec: CacheSpec, layout: str) -> list[kvcore.Cache]:
     """The same cache on both backends: three slots, two drafts, room for three full requests."""
     sizes = {"max_requests": 3, "max_tokens": 3 * 64, "max_draft_tokens": 2, "layout": layout}
     return [kvcore.create_cache(spec, backend=backend, **sizes) for backend in ("reference", "torch_triton")]
-
-
-def assert_same(seen: Seen) -> None:
-    want, got = seen.answers
-    assert (got.shape, got.dtype) == (want.shape, want.dtype), seen.what
-    wrong = np.argwhere(bits(got) != bits(want))
-    assert not len(wrong), f"{seen.what} at {seen.where}: {len(wrong)} differ, the first at {wrong[0].tolist()}"
-
-
-def assert_near(seen: Seen, tolerance: Tolerance) -> None:
-    """Within relative·|want| + absolute·largest; NaN and infinities must be in the same places."""
-    want, got = seen.answers
-    assert (got.shape, got.dtype) == (want.shape, want.dtype), seen.what
-    want, got = want.astype(np.float32), got.astype(np.float32)
-    largest = np.abs(want[np.isfinite(want)]).max(initial=0)
-    where = f"{seen.what} at {seen.where}"
-    np.testing.assert_allclose(got, want, tolerance.relative, tolerance.absolute * largest, err_msg=where)
-
-
-def assert_agrees(seen: Seen) -> None:
-    """Attention and scores may be summed in another order; everything else is exact."""
-    operation = {"attend.0": "attention", "attend.1": "attention", "index_scores": "scores"}.get(seen.what)
-    if operation is None:
-        assert_same(seen)
-        return
-    precision = "bf16" if seen.answers[0].dtype == ml_dtypes.bfloat16 else "fp32"
-    assert_near(seen, tolerances.computed(operation, precision))
 
 
 @pytest.mark.sampled

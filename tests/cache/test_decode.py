@@ -7,6 +7,7 @@ import torch
 import kvcore
 from kvcore.errors import ShapeError, StepError
 from kvcore.spec import Rope, presets
+from tests.support import scene
 from tests.support.backends_under_test import BACKENDS
 
 SPEC = presets.deepseek_v4_flash_tiny(draft=False)
@@ -18,21 +19,6 @@ STEPS = 3, 1, 1, 2, 1, 1, 1
 def recording_nothing():
     with torch.no_grad():
         yield
-
-
-def given(random, layer, tokens):
-    """What a model gives one layer: by argument of ``decode``."""
-
-    def rows(*shape):
-        return random.standard_normal((tokens, *shape), dtype=np.float32)
-
-    found = {"q": rows(2, layer.window.dim), "window": rows(layer.window.dim)}
-    for role in ("tail", "index_tail"):
-        if tail := getattr(layer, role):
-            found[role] = rows(tail.width), rows(tail.width)
-    if keys := layer.index_keys:
-        found["index"] = rows(keys.heads, keys.dim), rows(keys.heads)
-    return found
 
 
 def tensors(found):
@@ -70,7 +56,7 @@ def test_a_layer_in_one_call_is_its_verbs(backend, rotate, drafts):
         before = cache_digests(caches, held)
         steps = [cache.step({first: new, second: 1}) for cache, (first, second) in zip(caches, held, strict=True)]
         for layer, spec in enumerate(SPEC.layers):
-            rows = given(random, spec, new + 1)
+            rows = scene.given_to(spec, random, new + 1)
             norms = {
                 "window_norm_weight": np.ones(spec.window.dim, np.float32) if rotate else None,
                 "norm_weight": np.ones(spec.entries.dim, np.float32) if spec.tail else None,
@@ -94,7 +80,7 @@ def cache_digests(caches, held):
 
 def test_what_the_verbs_refuse_is_refused():
     cache = kvcore.create_cache(SPEC, backend="reference", max_requests=1, max_tokens=64)
-    rows = given(np.random.default_rng(0), SPEC.layers[0], 1)
+    rows = scene.given_to(SPEC.layers[0], np.random.default_rng(0), 1)
     with cache.step({cache.admit(): 1}) as step:
         handle = step.layer(0)
         with pytest.raises(ShapeError, match="decode: rotate"):

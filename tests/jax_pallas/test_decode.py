@@ -35,21 +35,6 @@ STEPS = (
 PROMPTS = (1, 2, 9, 64, 65, 129, 257, 512)
 
 
-def given(random: Any, layer: Any, tokens: int) -> dict[str, Any]:
-    """What a model gives one layer: by argument of ``decode``."""
-
-    def rows(*shape: int) -> np.ndarray:
-        return random.standard_normal((tokens, *shape), dtype=np.float32)
-
-    found: dict[str, Any] = {"q": rows(2, layer.window.dim), "window": rows(layer.window.dim)}
-    for role in ("tail", "index_tail"):
-        if tail := getattr(layer, role):
-            found[role] = rows(tail.width), rows(tail.width)
-    if keys := layer.index_keys:
-        found["index"] = rows(keys.heads, keys.dim), rows(keys.heads)
-    return found
-
-
 def how_of(layer: Any, rotate: bool) -> dict[str, Any]:
     """Its other arguments."""
     weights = {"norm_weight": layer.entries, "index_norm_weight": layer.index_keys}
@@ -90,7 +75,7 @@ def test_a_step_stores_and_answers_what_the_references_does() -> None:
         before = [cache.digest() for cache in caches]
         steps = [cache.step(dict(zip(pair, counts, strict=True))) for cache, pair in zip(caches, held, strict=True)]
         for number, layer in enumerate(SPEC.layers):
-            rows, how = given(random, layer, sum(counts)), how_of(layer, rotate=number > 1)
+            rows, how = scene.given_to(layer, random, sum(counts)), how_of(layer, rotate=number > 1)
             wanted, got = (step.layer(number).decode(**rows, **how) for step in steps)
             same(got.out, wanted.out, what)
             same(got.lse, wanted.lse, what)
@@ -116,7 +101,7 @@ def test_tpu_kernels_in_one_program_do_what_the_references_verbs_do() -> None:
     random, held = np.random.default_rng(0), [(cache.admit(), cache.admit()) for cache in caches]
     for counts in ((9, 2), (1, 3)):
         steps = [cache.step(dict(zip(pair, counts, strict=True))) for cache, pair in zip(caches, held, strict=True)]
-        rows, how = given(random, spec.layers[0], sum(counts)), how_of(spec.layers[0], rotate=True)
+        rows, how = scene.given_to(spec.layers[0], random, sum(counts)), how_of(spec.layers[0], rotate=True)
         wanted, got = (step.layer(0).decode(**rows, **how) for step in steps)
         same(got.out, wanted.out)
         same(got.lse, wanted.lse)
@@ -146,7 +131,7 @@ def test_a_prefix_of_a_prompt_that_outgrew_its_rings_is_taken_over() -> None:
     caches, random = caches_of(prefix="full"), np.random.default_rng(0)
     tokens = list(range(40))
     held = [cache.admit(tokens) for cache in caches]
-    rows = [given(random, spec, 40) for spec in SPEC.layers]
+    rows = [scene.given_to(spec, random, 40) for spec in SPEC.layers]
     lengths, held_then = [], []
     for cache, request in zip(caches, held, strict=True):
         with cache.step({request: 40}) as step:
@@ -163,7 +148,7 @@ def test_a_prefix_of_a_prompt_that_outgrew_its_rings_is_taken_over() -> None:
 
 def test_what_is_refused_changes_nothing() -> None:
     _, cache = caches_of()
-    rows, how = given(np.random.default_rng(0), SPEC.layers[0], 3), how_of(SPEC.layers[0], rotate=True)
+    rows, how = scene.given_to(SPEC.layers[0], np.random.default_rng(0), 3), how_of(SPEC.layers[0], rotate=True)
     index = rows["index"]
     with cache.step({cache.admit(): 3}) as step:
         handle = step.layer(0)
@@ -196,7 +181,9 @@ def test_no_pool_is_copied(monkeypatch: Any, tokens: int) -> None:
     monkeypatch.setattr(programs, "answering", answering)
     with cache.step({cache.admit(): tokens}) as step:
         for number, layer in enumerate(SPEC.layers[:3]):
-            step.layer(number).decode(**given(np.random.default_rng(0), layer, tokens), **how_of(layer, rotate=False))
+            step.layer(number).decode(
+                **scene.given_to(layer, np.random.default_rng(0), tokens), **how_of(layer, rotate=False)
+            )
         step.abort()
     assert len(places) == 3
     for place in places:
@@ -207,7 +194,7 @@ def test_no_pool_is_copied(monkeypatch: Any, tokens: int) -> None:
 def test_a_query_that_is_differentiated_goes_through_the_verbs() -> None:
     """What is stored has no gradient; a program that stores and attends would lose the query's."""
     _, cache = caches_of()
-    rows = given(np.random.default_rng(0), SPEC.layers[1], 3)
+    rows = scene.given_to(SPEC.layers[1], np.random.default_rng(0), 3)
     with cache.step({cache.admit(): 3}) as step:
         handle = step.layer(1)
         found = jax.grad(lambda q: handle.decode(q, rows["window"]).out.sum())(rows["q"])

@@ -132,15 +132,8 @@ class World:
         before = kvcore.to_numpy(pools[name])
         after = before.copy()
         change(after.reshape(len(after), -1).view(np.uint8))
-        self._put(name, after)
-        return functools.partial(self._put, name, before)
-
-    def _put(self, name: str, host: np.ndarray) -> None:
-        state = self.cache._state
-        if state.ops.in_place:
-            state.pools[name][...] = self.cache.asarray(host)
-        else:
-            state.pools = state.pools.replace({name: self.cache.asarray(host)})
+        scene.put(self.cache, name, after)
+        return functools.partial(scene.put, self.cache, name, before)
 
     def perturb(self) -> tuple[str, Perturbed] | None:
         """(kind, what was done); None where there is nothing of the kind to be done."""

@@ -14,14 +14,12 @@ import traceback
 from collections import Counter
 from typing import Any
 
-import numpy as np
-
 import kvcore
 from kvcore.cache.loading import take_in
 from kvcore.portable import snapshot
 from kvcore.spec import KV, CacheSpec, Conv, LayerSpec, State
 from tests.reliability import command
-from tests.support import recurrent
+from tests.support import recurrent, scene
 
 SEED_OPERATIONS = 2000
 """Of one life, as long as it is."""
@@ -128,7 +126,7 @@ class World(recurrent.Lives):
         if (after[to] == after[source]).all():
             return None
         after[to] = after[source]
-        self._put(name, after.reshape(before.shape))
+        scene.put(self.cache, name, after.reshape(before.shape))
         new = {request: (self.model[request], [1])}
         noticed = False
         try:
@@ -136,7 +134,7 @@ class World(recurrent.Lives):
         except AssertionError:
             noticed = True
         assert noticed, f"a state {fault} was read as the request's own"
-        self._put(name, before)
+        scene.put(self.cache, name, before)
         return fault
 
     def _wrong(self, fault: str, request: Any, known: list[Any], rows: int) -> tuple[int, int] | None:
@@ -151,13 +149,6 @@ class World(recurrent.Lives):
         if self.model[other] == self.model[request]:
             return None
         return other.slot, (len(self.model[other]) - 1) % rows
-
-    def _put(self, name: str, host: np.ndarray) -> None:
-        state = self.cache._state
-        if state.ops.in_place:
-            state.pools[name][...] = self.cache.asarray(host)
-        else:
-            state.pools = state.pools.replace({name: self.cache.asarray(host)})
 
 
 def tell(seed: int, options: dict[str, str]) -> command.Told:

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 
 import kvcore
+from kvcore.ops import tolerances
+from kvcore.ops.tolerances import Tolerance
 from kvcore.spec import KV, CacheSpec, LayerSpec, Rope
 from tests.support.backends_under_test import poison
 
@@ -32,6 +34,33 @@ def bits(array: np.ndarray) -> np.ndarray:
         return array
     words = array.view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
     return np.where(np.isnan(array.astype(np.float32)), np.uint32(0x7FC00000), words)
+
+
+def assert_same(seen: Seen) -> None:
+    want, got = seen.answers
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), seen.what
+    wrong = np.argwhere(bits(got) != bits(want))
+    assert not len(wrong), f"{seen.what} at {seen.where}: {len(wrong)} differ, the first at {wrong[0].tolist()}"
+
+
+def assert_near(seen: Seen, tolerance: Tolerance) -> None:
+    """Within relative·|want| + absolute·largest; NaN and infinities must be in the same places."""
+    want, got = seen.answers
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), seen.what
+    want, got = want.astype(np.float32), got.astype(np.float32)
+    largest = np.abs(want[np.isfinite(want)]).max(initial=0)
+    where = f"{seen.what} at {seen.where}"
+    np.testing.assert_allclose(got, want, tolerance.relative, tolerance.absolute * largest, err_msg=where)
+
+
+def assert_agrees(seen: Seen) -> None:
+    """Attention and scores may be summed in another order; everything else is exact."""
+    operation = {"attend.0": "attention", "attend.1": "attention", "index_scores": "scores"}.get(seen.what)
+    if operation is None:
+        assert_same(seen)
+        return
+    precision = "bf16" if seen.answers[0].dtype == ml_dtypes.bfloat16 else "fp32"
+    assert_near(seen, tolerances.computed(operation, precision))
 
 
 LIFE = (

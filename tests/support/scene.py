@@ -268,3 +268,27 @@ def poison_slots(cache: kvcore.Cache) -> None:
                 host[free] = 0xFF
                 pools[name] = cache.asarray(host)
     cache.pools = cache.pools.replace(pools)
+
+
+def given_to(layer: LayerSpec, random: np.random.Generator, tokens: int) -> dict[str, Any]:
+    """What a model gives a layer that compresses: by argument of ``decode``."""
+
+    def rows(*shape: int) -> np.ndarray:
+        return random.standard_normal((tokens, *shape), dtype=np.float32)
+
+    found: dict[str, Any] = {"q": rows(2, layer.window.dim), "window": rows(layer.window.dim)}
+    for role in ("tail", "index_tail"):
+        if tail := getattr(layer, role):
+            found[role] = rows(tail.width), rows(tail.width)
+    if keys := layer.index_keys:
+        found["index"] = rows(keys.heads, keys.dim), rows(keys.heads)
+    return found
+
+
+def put(cache: kvcore.Cache, name: str, host: np.ndarray) -> None:
+    """Put other bytes into a pool behind its cache's back."""
+    state = cache._state
+    if state.ops.in_place:
+        state.pools[name][...] = cache.asarray(host)
+    else:
+        state.pools = state.pools.replace({name: cache.asarray(host)})
