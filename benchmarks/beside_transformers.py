@@ -32,7 +32,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.written import write
+from benchmarks.written import markdown, versions_of, write
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
 
@@ -252,19 +252,13 @@ def measure(found: list[Contender], context: int, dtype: torch.dtype, steps: int
 
 
 def as_table(record: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
-    lines = [
-        f"{record['stack']}; one thread; {versions}.",
-        "",
-        "| layers | numbers | context | cache | step | of DynamicCache | bytes held |",
-        "|---|---|---:|---|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {row['layers']} | {row['dtype']} | {row['context']:,} | {row['cache']} | {row['step_ms']:.2f} ms "
-        f"| {row['of_dynamic']:.2f} | {row['nbytes']:,} |"
+    rows = (
+        f"{row['layers']} | {row['dtype']} | {row['context']:,} | {row['cache']} | {row['step_ms']:.2f} ms "
+        f"| {row['of_dynamic']:.2f} | {row['nbytes']:,}"
         for row in record["rows"]
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    columns = "layers | numbers | context: | cache | step: | of DynamicCache: | bytes held:"
+    return markdown(f"{record['stack']}; one thread; {versions_of(record)}.", columns, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -27,7 +27,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 from benchmarks.beside_transformers import bytes_held
-from benchmarks.written import write
+from benchmarks.written import markdown, versions_of, write
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
 
@@ -309,24 +309,20 @@ def name_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def as_table(record: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
-    lines = [
-        f"{record['model']}, bf16; {record['device']}; {versions}. Milliseconds of a decode step, or of a whole "
-        "prompt; the host's part of a step; bytes beyond the weights.",
-        "",
-        "| | batch × context | cache | ms | host ms | GiB held | GiB at peak | commit |",
-        "|---|---:|---|---:|---:|---:|---:|---|",
-    ]
+    lines = []
     for row in record["rows"]:
-        start = f"| {row['what']} | {row['batch']} × {row['context']:,} | {row['cache']} |"
+        start = f"{row['what']} | {row['batch']} × {row['context']:,} | {row['cache']} |"
         if "left_out" in row:
-            lines.append(f"{start} left out: {row['left_out']} | | | | |")
+            lines.append(f"{start} left out: {row['left_out']} | | | |")
             continue
         host = f"{row['host_ms']:.1f}" if "host_ms" in row else ""
         commit = (row.get("commit") or record["commit"] or "")[:7]
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
-        lines.append(f"{start} {row['step_ms']:.2f} | {host} | {row['nbytes'] / 2**30:.2f} | {peak} | {commit} |")
-    return "\n".join(lines) + "\n"
+        lines.append(f"{start} {row['step_ms']:.2f} | {host} | {row['nbytes'] / 2**30:.2f} | {peak} | {commit}")
+    said = f"{record['model']}, bf16; {record['device']}; {versions_of(record)}. Milliseconds of a decode step, or of "
+    said += "a whole prompt; the host's part of a step; bytes beyond the weights."
+    columns = "| batch × context: | cache | ms: | host ms: | GiB held: | GiB at peak: | commit"
+    return markdown(said, columns, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

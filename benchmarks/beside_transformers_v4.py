@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
-from benchmarks.written import write
+from benchmarks.written import markdown, versions_of, write
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
 
@@ -135,19 +135,13 @@ def measure(model: Any, batch: int, context: int, steps: int, chunk: int) -> lis
 
 
 def as_table(record: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
-    lines = [
-        f"{record['model']}; {record['device']}; {versions}.",
-        "",
-        "| numbers | batch × context | cache | step | of DynamicCache | bytes held | logits apart |",
-        "|---|---:|---|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {row['dtype']} | {row['batch']} × {row['context']:,} | {row['cache']} | {row['step_ms']:.2f} ms "
-        f"| {row['of_dynamic']:.2f} | {row['nbytes']:,} | {row['logits_apart']:.1e} |"
+    rows = (
+        f"{row['dtype']} | {row['batch']} × {row['context']:,} | {row['cache']} | {row['step_ms']:.2f} ms "
+        f"| {row['of_dynamic']:.2f} | {row['nbytes']:,} | {row['logits_apart']:.1e}"
         for row in record["rows"]
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    columns = "numbers | batch × context: | cache | step: | of DynamicCache: | bytes held: | logits apart:"
+    return markdown(f"{record['model']}; {record['device']}; {versions_of(record)}.", columns, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import language_model
 
 from benchmarks.pictures import Dot, scatter
-from benchmarks.written import write
+from benchmarks.written import markdown, write
 
 TEXT = Path(__file__).parent / "data" / "genesis_1_25.txt"
 CONTEXT, STRIDE, CHUNK = 1024, 768, 128  # tokens
@@ -195,21 +195,16 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 def as_table(record: dict[str, Any]) -> str:
     """The rows as Markdown."""
     total = int(record["greedy"].split()[0]) * int(record["greedy"].split()[3])
-    lines = [
-        f"{record['model']}; {record['text']}; greedy: {record['greedy']}; against {record['baseline']}.",
-        "",
-        "| format | bits per element | bytes per token | perplexity | change | same best token | same greedy tokens "
-        "| same prompts |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {each['format']} | {each['bits_per_element']:.2f} | {each['bytes_per_token']:,.0f} "
+    rows = (
+        f"{each['format']} | {each['bits_per_element']:.2f} | {each['bytes_per_token']:,.0f} "
         f"| {each['perplexity']:.3f} "
         f"| {each['perplexity_against_baseline']:+.2%} | {each['best_token_agreement']:.2%} "
-        f"| {each['greedy_tokens_same'] / total:.1%} | {each['greedy_prompts_same']} |"
+        f"| {each['greedy_tokens_same'] / total:.1%} | {each['greedy_prompts_same']}"
         for each in record["rows"]
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    said = f"{record['model']}; {record['text']}; greedy: {record['greedy']}; against {record['baseline']}."
+    columns = "format | bits per element: | bytes per token: | perplexity: | change: | same best token: "
+    return markdown(said, f"{columns}| same greedy tokens: | same prompts:", rows)
 
 
 def as_svg(record: dict[str, Any]) -> str:

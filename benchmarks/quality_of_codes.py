@@ -42,7 +42,7 @@ import language_model
 from benchmarks.coded_attention import BASELINE, METHODS, OWN_METHODS, Coded, Shape
 from benchmarks.pictures import OTHERS, OWN, Dot, scatter
 from benchmarks.quality import PROMPTS, TEXT
-from benchmarks.written import write
+from benchmarks.written import markdown, write
 
 WINDOW, PIECE = 1024, 64  # tokens
 NEEDLE = 2048  # tokens
@@ -368,24 +368,18 @@ def records(chosen: argparse.Namespace, file: Path, model: Any, tokenizer: Any, 
 
 def as_table(record: dict[str, Any]) -> str:
     """The rows as Markdown."""
-    lines = [
-        f"{record['model']}; {record['text']}; greedy: {record['greedy']}; needles: {record['needles']}; "
-        f"against {record['baseline']}.",
-        "",
-        "| keys and values | bits | with what is raw | perplexity | change | 95 % interval | same best token "
-        "| same greedy | needles |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {each['method']} | {each['bits_per_element']:.2f} | {each['bits_at_a_window']:.2f} "
+    rows = (
+        f"{each['method']} | {each['bits_per_element']:.2f} | {each['bits_at_a_window']:.2f} "
         f"| {each['perplexity']:.3f} | {each['change']:+.2%} "
         f"| {each['interval'][0]:+.1%} to {each['interval'][1]:+.1%} "
         f"| {each['best_token_agreement']:.1%} "
         f"| {'–' if each['greedy_tokens_same'] is None else format(each['greedy_tokens_same'], '.0%')} "
-        f"| {'–' if each['needles_found'] is None else each['needles_found']} |"
+        f"| {'–' if each['needles_found'] is None else each['needles_found']}"
         for each in record["rows"]
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    said = f"{record['model']}; {record['text']}; greedy: {record['greedy']}; needles: {record['needles']}; "
+    columns = "keys and values | bits: | with what is raw: | perplexity: | change: | 95 % interval: | same best token: "
+    return markdown(f"{said}against {record['baseline']}.", f"{columns}| same greedy: | needles:", rows)
 
 
 def as_svg(record: dict[str, Any], least: float = 0.0025, most: float = 0.64) -> str:

@@ -37,7 +37,7 @@ from transformers import (
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from benchmarks.written import write
+from benchmarks.written import markdown, versions_of, write
 from examples.serve import Ask, Engine
 from kvcore import environment
 from kvcore.interop.transformers import PackedModel
@@ -311,24 +311,19 @@ def in_fp32(name: str, device: str) -> str:
 
 
 def as_table(record: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
-    lines = [
-        f"{record['model']}, {record['concurrent']} requests of {SHARED} + {OWN} tokens, {NEW} new each; "
-        f"{record['device']}, {record['threads']} threads; {versions}.",
-        "",
-        "| load | way | tokens / s | tokens / CPU s | first token, p50 / p99 | between tokens, p50 / p99 "
-        "| answer, p50 / p99 | as one by one |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for row in record["rows"]:
         times = " | ".join(
             f"{row[f'{name}_p50_ms']:,.0f} / {row[f'{name}_p99_ms']:,.0f} ms" for name in ("first", "between", "answer")
         )
         lines.append(
-            f"| {row['load']} | {row['way']} | {row['tokens_per_second']:,.1f} | {row['tokens_per_cpu_second']:,.1f} "
-            f"| {times} | {row['same_as_alone']} |"
+            f"{row['load']} | {row['way']} | {row['tokens_per_second']:,.1f} | {row['tokens_per_cpu_second']:,.1f} "
+            f"| {times} | {row['same_as_alone']}"
         )
-    return "\n".join(lines) + "\n"
+    said = f"{record['model']}, {record['concurrent']} requests of {SHARED} + {OWN} tokens, {NEW} new each; "
+    said += f"{record['device']}, {record['threads']} threads; {versions_of(record)}."
+    columns = "load | way | tokens / s: | tokens / CPU s: | first token, p50 / p99: | between tokens, p50 / p99: "
+    return markdown(said, f"{columns}| answer, p50 / p99: | as one by one:", lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
