@@ -13,7 +13,8 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,22 @@ def cost(function: Callable[..., Any], options: dict[str, Any] | None) -> dict[s
     }
 
 
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """A list of what XLA compiles, by name."""
+    found: list[str] = []
+
+    def listen(event: str, duration_secs: float, **said: Any) -> None:  # noqa: ARG001 - JAX gives it
+        if "backend_compile" in event:
+            found.append(str(said.get("fun_name", event)).removeprefix("jit(").removesuffix(")"))
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
 def eager_compilations(spec: CacheSpec, prompts: Sequence[int], *, whole: bool = False) -> Counter[str]:
     """How often XLA compiles what, by name, for a cache and its prompts, each of which is a request's only step.
 
@@ -132,14 +149,7 @@ def eager_compilations(spec: CacheSpec, prompts: Sequence[int], *, whole: bool =
         prompts: their tokens.
         whole: DeepSeek-V4's layers are one call each, and not one for each verb.
     """
-    found: Counter[str] = Counter()
-
-    def listen(event: str, duration_secs: float, **said: Any) -> None:  # noqa: ARG001 - JAX gives it
-        if "backend_compile" in event:
-            found[str(said.get("fun_name", event)).removeprefix("jit(").removesuffix(")")] += 1
-
-    monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as found:
         cache = kvcore.create_cache(spec, backend="jax_pallas", max_requests=2, max_tokens=2 * LENGTH)
         for tokens in prompts:
             request = cache.admit()
@@ -151,9 +161,7 @@ def eager_compilations(spec: CacheSpec, prompts: Sequence[int], *, whole: bool =
                     else:
                         classic_layer(handle, layer.kv, tokens)
             cache.release(request)
-    finally:
-        monitoring.unregister_event_duration_listener(listen)
-    return found
+    return Counter(found)
 
 
 def eager_cost(spec: CacheSpec, whole: bool) -> dict[str, Any]:

@@ -1,16 +1,13 @@
 """Eager verbs are compiled for few sizes: steps of any share programs, and get what the reference says."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax import monitoring
 
 import kvcore
-from benchmarks.jax_compile import V4, eager_compilations
+from benchmarks.jax_compile import V4, compilations, eager_compilations
 from kvcore.arrays import to_numpy
 from kvcore.backends.jax_pallas import buckets
 from kvcore.spec import presets
@@ -19,22 +16,6 @@ from tests.support import recurrent
 
 HEADS, DIM, MOST = 2, 16, 512
 PROMPTS = (1, 2, 3, 9, 16, 17, 40, 64, 65, 100, 129, 255, 256, 257, 300, 511, 512)
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """A list of what XLA compiles."""
-    found: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: Any) -> None:  # noqa: ARG001 - JAX gives it
-        if "backend_compile" in event:
-            found.append(event)
-
-    monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        monitoring.unregister_event_duration_listener(listen)
 
 
 def cache_of(backend: str = "jax_pallas") -> Any:

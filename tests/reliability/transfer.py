@@ -13,13 +13,13 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from datetime import timedelta
 from typing import Any
 
 from kvcore.errors import KvcoreError
-from kvcore.handoff import Direct, Exporter, FileTransport, publish, pull
+from kvcore.handoff import Direct, Exporter, publish, pull
 from tests.reliability import command
 from tests.support import stories
+from tests.support.ways import join, transport_of
 
 SPEC = stories.STORED
 TOKENS = 400
@@ -71,7 +71,7 @@ def _serving(carrier: str, folder: str, desk: Exporter, handle: Any, pipe: Any) 
     elif carrier == "torch.distributed":
         from kvcore.interop.torch_distributed import serve
 
-        _join(folder, 0)
+        join(folder, 0)
         yield lambda: serve(desk, 1, idle_seconds=TIMEOUT)
     else:
         from kvcore.interop import nixl
@@ -87,18 +87,7 @@ def importer(carrier: str, folder: str, pipe: Any) -> None:
     held = cache.admit()
     stories.tell(cache, {held: [5] * 20})
     with contextlib.suppress(EOFError):
-        metadata = pipe.recv()
-        if carrier == "file":
-            way: Any = FileTransport(folder)
-        elif carrier == "torch.distributed":
-            from kvcore.interop.torch_distributed import PeerTransport
-
-            _join(folder, 1)
-            way = PeerTransport(0)
-        else:
-            from kvcore.interop import nixl
-
-            way = nixl.NixlTransport(nixl.agent(f"importer {folder}"), metadata)
+        way = transport_of(carrier, folder, pipe.recv())
         pipe.send("ready")
         handle, digest = pipe.recv()
         before = cache.digest(), cache.free_slots, cache.free_blocks
@@ -119,13 +108,6 @@ def importer(carrier: str, folder: str, pipe: Any) -> None:
                 way.goodbye()
         pipe.send((outcome, fine, seconds))
         pipe.recv()
-
-
-def _join(folder: str, rank: int) -> None:
-    import torch.distributed as dist
-
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
 
 
 def trial(context: Any, carrier: str, kill: str, after: float | None, *, stop: bool = False) -> tuple[str, bool, float]:

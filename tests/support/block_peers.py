@@ -7,18 +7,18 @@ import signal
 import tempfile
 import threading
 import time
-from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
 import kvcore
 from kvcore import store as stores
 from kvcore.errors import KvcoreError
-from kvcore.handoff import FileTransport, publish
+from kvcore.handoff import publish
 from kvcore.requests.prefix import point_key
 from kvcore.spec import presets
 from kvcore.store import BlockExporter, BlockStore, HostTier, Peer
 from tests.support import stories
+from tests.support.ways import join, transport_of
 
 SPEC = presets.deepseek_v4_flash_tiny(draft=False)
 TOKENS = [(7 * number) % 251 for number in range(200)]
@@ -76,7 +76,7 @@ class Exporting:
         if way == "torch.distributed":
             from kvcore.interop.torch_distributed import serve
 
-            _join(folder, 0)
+            join(folder, 0)
             self.begin(lambda: serve(self.exporter, 1, idle_seconds=WAIT))
         elif way == "nixl":
             from kvcore.interop import nixl
@@ -130,18 +130,7 @@ class Reading:
     """The process that asks."""
 
     def __init__(self, way: str, folder: str, asked: Any, metadata: bytes) -> None:
-        if way == "file":
-            transport: Any = FileTransport(folder)
-        elif way == "torch.distributed":
-            from kvcore.interop.torch_distributed import PeerTransport
-
-            _join(folder, 1)
-            transport = PeerTransport(0)
-        else:
-            from kvcore.interop import nixl
-
-            transport = nixl.NixlTransport(nixl.agent(f"importer {folder}"), metadata)
-        self.ask, self.transport = by_pipe(asked), transport
+        self.ask, self.transport = by_pipe(asked), transport_of(way, folder, metadata)
         self.fresh(PAUSE)
 
     def fresh(self, pause: float, timeout: float = TIMEOUT) -> None:
@@ -167,13 +156,6 @@ class Reading:
     def fetch(self) -> Any:
         count = self.store.fetch(keys())
         return count, self.peer.error and self.peer.error.reason
-
-
-def _join(folder: str, rank: int) -> None:
-    import torch.distributed as dist
-
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2, timeout=limit)
 
 
 def _exporting(way: str, folder: str, answers: Any, control: Any) -> None:

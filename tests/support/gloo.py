@@ -6,10 +6,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
+
+from tests.support.ways import join
 
 TIMEOUT = 60.0
 """Seconds that a task may take."""
@@ -28,9 +28,8 @@ class Processes:
         self.processes = []
         for rank in range(count):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(there, rank, count, Path(self._folder.name) / "store", timeout), daemon=True
-            )
+            given = there, rank, count, self._folder.name, timeout
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -65,16 +64,14 @@ class Processes:
         self._folder.cleanup()
 
 
-def _serve(pipe: Any, rank: int, count: int, store: Path, timeout: float) -> None:
+def _serve(pipe: Any, rank: int, count: int, folder: str, timeout: float) -> None:
     import importlib
 
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
-    )
+    join(folder, rank, count, timeout)
     while (task := pipe.recv()) is not None:
         module, name, arguments = task
         try:
