@@ -133,7 +133,7 @@ CORE_TESTS = {
     "adoption/descriptor": ("adoption/test_descriptors", "adoption/test_chunks"),
     "adoption/tables": ("adoption/test_layouts", "adoption/test_chunks"),
     "adoption/given": ("adoption/test_requests", "adoption/test_layouts"),
-    "adoption/pages": ("adoption/test_rings_and_pages", "adoption/test_maps"),
+    "adoption/pages": ("adoption/test_rings_and_pages", "adoption/test_maps", "adoption/test_states"),
     "adoption/maps": ("adoption/test_maps",),
     "store/requests": ("store/test_requests",),
     "store/blocks": ("store/test_blocks",),

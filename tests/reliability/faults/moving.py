@@ -216,6 +216,16 @@ TABLE = {
             "a page of two is written",
         ),
         ("            self._holders[key].update(table)\n", "", "nobody knows which pages others have"),
+        (
+            "            _check_mapped(index, held, spare, where, what, needed=False)\n",
+            "",
+            "rows that a rollback needs never reach the pages",
+        ),
+        (
+            "                        field.view[second] = field.view[first]\n",
+            "                        pass\n",
+            "a fork has no rings",
+        ),
         ("begin = field.first + head * field.row", "begin = field.first", "all heads get the first one's rows"),
     ],
     "adoption/regions.py": [
