@@ -15,23 +15,14 @@ from kvcore.errors import BackendError
 from kvcore.kernels.triton.device import INTERPRETER
 from kvcore.ops.choices import VERBS
 from kvcore.plan import plan_cache
-from kvcore.spec import KV, CacheSpec, Entries, Field, Format, LayerSpec, Window, presets
+from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Window, presets
 from kvcore.step import StepRequest, build_index
 from tests.support import fake_flashinfer
-from tests.support.new_codes import layers_of
+from tests.support.new_codes import SCALED_FP16, layers_of
 
 TOKENS = 16
 APART = "layout tpu_tile stores the bytes of an element apart"
 UNKNOWN = "format test_scaled_fp16 has a scaled code without a scale, or a plain one with one"
-FORMAT = Format(
-    name="test_scaled_fp16",
-    fields=(
-        Field(name="codes", dims=64, code="fp16", group=32, scale="fp32", rule="fp32"),
-        Field(name="scales", dims=2, code="fp32"),
-    ),
-    planes=(("codes", "scales"),),
-    amax_floor=1e-4,
-)
 V4 = presets.deepseek_v4_flash_tiny()
 CLASSIC = CacheSpec(
     layers=[LayerSpec(kv=KV(key_heads=2, key_dim=32, key_format="int8_row", value_format="int8_row"))], block_tokens=16
@@ -55,7 +46,7 @@ THIRD |= {verb: f"window: {UNKNOWN}" for verb, why in THIRD.items() if why is No
 
 
 def third() -> CacheSpec:
-    return layers_of(FORMAT)["window"]
+    return layers_of(SCALED_FP16)["window"]
 
 
 # name -> (spec, layout, layer, what runs torch operations and why; all other verbs run kernels)
@@ -201,43 +192,32 @@ def ran():
         yield f"flashinfer, {verb}: what it answers", apart[0] < 2.0**-7 and apart[1] < 1e-4, apart
 
 
+def said_by(act):
+    """What an error of the backend says; nothing where there is none."""
+    try:
+        act()
+    except BackendError as error:
+        return str(error)
+    return ""
+
+
 def strict():
     for name, (spec, layout, _, plain) in TABLES.items():
-        try:
-            made(spec(), layout)
-            said = ""
-        except BackendError as error:
-            said = str(error)
+        said = said_by(lambda spec=spec, layout=layout: made(spec(), layout))
         declined = set(plain) - set(NO_KERNEL)
         yield name, bool(said) == bool(declined) and (not declined or "KVCORE_STRICT=1" in said), said
     ops = made(V4, "packed")
-    try:
-        ops.select(torch.zeros(1, 8), 4097)
-        said = ""
-    except BackendError as error:
-        said = str(error)
+    said = said_by(lambda: ops.select(torch.zeros(1, 8), 4097))
     yield "k too large", "k > 4096" in said, said
     call, _ = beside_flashinfer()
     for layer in range(2):
-        try:
-            call(layer, torch.float32)
-            said = ""
-        except BackendError as error:
-            said = str(error)
+        said = said_by(lambda layer=layer: call(layer, torch.float32))
         yield "a call that FlashInfer does not take", "triton, interpreted, because: q is" in said, said
     os.environ["KVCORE_ATTENTION"] = "torch"
-    try:
-        made(CLASSIC, "packed")
-        said = ""
-    except BackendError as error:
-        said = str(error)
+    said = said_by(lambda: made(CLASSIC, "packed"))
     yield "attention as torch operations", "KVCORE_ATTENTION=torch" in said, said
     os.environ["KVCORE_STRICT"] = "yes"
-    try:
-        made(CLASSIC, "packed")
-        said = ""
-    except BackendError as error:
-        said = str(error)
+    said = said_by(lambda: made(CLASSIC, "packed"))
     yield "neither 0 nor 1", "KVCORE_STRICT: got" in said, said
 
 

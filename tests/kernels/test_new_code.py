@@ -10,9 +10,9 @@ from kvcore.kernels.triton import append, attend, gather  # noqa: E402
 from kvcore.kernels.triton.record import recorded  # noqa: E402
 from kvcore.ops.choices import Declined  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
-from kvcore.spec import FORMATS, CacheSpec, Field, Format, LayerSpec, Window  # noqa: E402
+from kvcore.spec import FORMATS, CacheSpec, Format, LayerSpec, Window  # noqa: E402
 from tests.support.ahead_of_time import compiled  # noqa: E402
-from tests.support.new_codes import NAME, layers_of, new_code  # noqa: E402
+from tests.support.new_codes import NAME, SCALED_FP16, layers_of, new_code  # noqa: E402
 
 
 def region_of(format: Format, role: str = "window"):
@@ -30,20 +30,10 @@ def test_new_code_is_refused(kind, role):
 
 
 def test_a_wide_code_with_a_scale_is_left_to_plain_operations():
-    """The kernels know the code as a plain one only; scaled it would be stored as NF4."""
-    format = Format(
-        name="test_scaled_fp16",
-        fields=(
-            Field(name="codes", dims=64, code="fp16", group=32, scale="fp32", rule="fp32"),
-            Field(name="scales", dims=2, code="fp32"),
-        ),
-        planes=(("codes", "scales"),),
-        amax_floor=1e-4,
-    )
     try:
-        assert isinstance(recorded(region_of(format)), Declined)
+        assert isinstance(recorded(region_of(SCALED_FP16)), Declined)
     finally:
-        FORMATS._formats.pop(format.name, None)
+        FORMATS._formats.pop(SCALED_FP16.name, None)
 
 
 def record_of(name: str, **changes):

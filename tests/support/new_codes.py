@@ -8,6 +8,17 @@ from kvcore.spec.codes import CODES, Code
 
 NAME = "e5m2_test"
 
+SCALED_FP16 = Format(
+    name="test_scaled_fp16",
+    fields=(
+        Field(name="codes", dims=64, code="fp16", group=32, scale="fp32", rule="fp32"),
+        Field(name="scales", dims=2, code="fp32"),
+    ),
+    planes=(("codes", "scales"),),
+    amax_floor=1e-4,
+)
+"""A wide code with a scale, which kernels know as a plain one only: scaled it would be stored as NF4."""
+
 
 @contextmanager
 def new_code(name: str = NAME) -> Iterator[dict[str, Format]]:
