@@ -434,13 +434,7 @@ def test_a_compiled_model_is_for_every_length(make):
     model, ids = make(), models.token_ids(ROWS, 16)
     cache = KVCache(model, batch=ROWS, max_length=24, static=True)
     graphs = []
-
-    def keep(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compiler.reset()
-    compiled = torch.compile(model.forward, fullgraph=True, backend=keep, dynamic=False)
+    compiled = models.traced(model, graphs)
     with torch.no_grad():
         own = model(ids).logits
         pieces = [model(ids[:, :6], cache=cache).logits]

@@ -26,12 +26,7 @@ class Traced:
 
     def __init__(self, model):
         self.model, self.graphs = model, []
-        torch.compiler.reset()
-        self.run = torch.compile(model.forward, fullgraph=True, backend=self.keep, dynamic=False)
-
-    def keep(self, graph, _inputs):
-        self.graphs.append(graph)
-        return graph.forward
+        self.run = models.traced(model, self.graphs)
 
     @property
     def operators(self):
@@ -151,11 +146,7 @@ def test_a_model_that_attends_itself_ends_the_step_as_well():
 def test_generate(make):
     model, (ids, mask) = make(), prompts("greedy")
     traced = Traced(model)
-
-    def keep(*given):  # a method would be copied with its model
-        return traced.keep(*given)
-
-    config = CompileConfig(fullgraph=True, mode=None, backend=keep)
+    config = CompileConfig(fullgraph=True, mode=None, backend=models.keeping(traced.graphs))
     config._compile_all_devices = True  # generate compiles by itself on accelerators only
     cache = KVCache(model, batch=len(ids), max_length=40, static=True, attention="cache")
     assert torch.equal(generated(model, ids, mask), generated(model, ids, mask, cache, compile_config=config))

@@ -234,13 +234,7 @@ def test_code_that_is_compiled_meanwhile_stays_right():
     own = own_logits(model, cuts=(3,))
     caches = [of(model, "cache") for _ in range(2)]
     update = type(caches[0].layers[1]).update
-
-    def keep(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compiler.reset()
-    run = torch.compile(model.forward, fullgraph=True, backend=keep, dynamic=False)
+    run = models.traced(model, graphs)
 
     def compiled():
         with torch.no_grad():

@@ -90,17 +90,11 @@ def test_generated_tokens_are_the_models_own(make, dtype, way):
 
 @pytest.mark.parametrize(("make", "compiled_graphs"), COMPILED)
 def test_static_shapes_are_compiled_once(make, compiled_graphs):
-    """In one graph, for all decode steps; traced, but not optimised, which takes a minute."""
-    graphs = []
-
-    def keep(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    """In one graph, for all decode steps."""
     torch.compiler.reset()
-    model = make()
+    model, graphs = make(), []
     ids, mask = prompts("greedy")
-    compiled = CompileConfig(fullgraph=True, mode=None, backend=keep)
+    compiled = CompileConfig(fullgraph=True, mode=None, backend=models.keeping(graphs))
     compiled._compile_all_devices = True  # generate compiles by itself on accelerators only
     cache = KVCache(model, batch=len(ids), max_length=40, static=True, block_tokens=16)
     own = generated(model, ids, mask)

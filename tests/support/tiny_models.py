@@ -209,6 +209,22 @@ def deepseek_v4(dtype: torch.dtype = torch.float32) -> DeepseekV4ForCausalLM:
     return model.to(dtype)
 
 
+def keeping(graphs):
+    """A backend of ``torch.compile`` that adds graphs to a list, and does not optimise them, which takes a minute."""
+
+    def keep(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return keep
+
+
+def traced(model, graphs):
+    """The forward of a model, compiled by that backend for one shape."""
+    torch.compiler.reset()
+    return torch.compile(model.forward, fullgraph=True, backend=keeping(graphs), dynamic=False)
+
+
 def token_ids(rows: int, tokens: int) -> torch.Tensor:
     """Random token ids [rows, tokens], the same for every test; 0 is left out, it is the padding."""
     return torch.randint(1, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(2))
