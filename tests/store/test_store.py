@@ -38,8 +38,11 @@ def test_the_least_recently_used_goes_to_the_next_tier_and_comes_back(tmp_path):
     for number in range(5):
         store.put(key(number), page(number))
     assert (host.held(), set(disk.held())) == ([key(2), key(3), key(4)], {key(0), key(1)})
+    # Whatever is asked for is the last to go, of the first tier or of another.
+    assert (store.get(key(2)), store.peek(key(3)) is None) == (page(2), False)
+    assert host.held() == [key(3), key(4), key(2)]
     assert store.get(key(0)) == page(0)
-    assert host.held() == [key(3), key(4), key(0)]
+    assert host.held() == [key(4), key(2), key(0)]
     assert store.longest([key(number) for number in (0, 1, 2, 9, 3)]) == 3
     # What both tiers lack room for is gone, the oldest first.
     for number in range(5, 9):
