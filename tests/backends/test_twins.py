@@ -16,7 +16,7 @@ FILES = ("encoding", "rows", "window", "tail", "entries", "indexer", "attention"
 
 BESIDE = {
     "reference": {
-        "encoding": {"group_values", "scale_values", "dtype_of", "put"},
+        "encoding": {"group_values", "scale_values", "dtype_of", "put", "unpack_nibbles"},
         "rows": {"split_bytes", "join_bytes"},
         "tail": {"pool"},
     },
@@ -34,8 +34,8 @@ BESIDE = {
             "plain_code",
         }
         | {"put", "reinterpret"},
-        "rows": {"field", "split_bytes", "join_bytes", "of_request", "own_token", "numbers_from", "maximum", "blank"}
-        | {"portions"},
+        "rows": {"field", "numbers", "split_bytes", "join_bytes", "of_request", "own_token", "numbers_from", "maximum"}
+        | {"blank", "portions"},
         "tail": {"pool", "frequencies_of", "on_device"},
         "attention": {"inverse_rope"},
         "lifecycle": {"mix"},
@@ -43,10 +43,10 @@ BESIDE = {
         "kv": {"kv_view", "append_kv_view"},
     },
     "jax_pallas": {
-        "encoding": {"large", "sylvester", "bytes_of"},
+        "encoding": {"large", "sylvester", "bytes_of", "unpack_nibbles"},
         # How kernels move rows, and arrays that are not written in place.
         "rows": {"load_in_order", "own_token", "origin", "read_fp32", "append_values", "store_values", "read_values"}
-        | {"of", "visible", "numbered", "requests_like", "divided", "rest"}
+        | {"read_all_values", "of", "visible", "numbered", "requests_like", "divided", "rest"}
         | {"only_if"},  # rings of a program that may write them or not
         "tail": {"flush_latents", "windows", "cos_sin", "frequencies_of"},
         "entries": {"untaken"},

@@ -292,11 +292,6 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-def unpack_nibbles(stored: torch.Tensor) -> torch.Tensor:
-    """[rows, n / 2] bytes -> [rows, n] 4-bit codes."""
-    return torch.stack([stored & 0xF, stored >> 4], dim=2).reshape(len(stored), 2 * stored.shape[1])
-
-
 def hadamard(values: torch.Tensor) -> torch.Tensor:
     """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16."""
     rows, dim = values.shape

@@ -321,7 +321,7 @@ def _fold(by: Groups, chunk, seen, scale, inputs, state) -> None:
     view = functools.partial(_view, by, dict(zip(_NAMES, _ordered(by, held), strict=True)), half, interpret)
     views = [functools.partial(view, number) for number in range(by.sets)]
     # Ahead of everything that waits for them.
-    spread = [_spread(by, view, lines, of_keys) for view in views]
+    spread = [_spread(view, lines, of_keys) for view in views]
     beside = [_beside(by, view, alike, of_values) for view in views]
     q = _once_a_group(by, q[0])
     found = [_logits(by, view, q, *one) for view, one in zip(views, spread, strict=True)]
@@ -413,7 +413,7 @@ def _own(by: Groups, products):
     return jnp.where(upper == first, jnp.where(upper, even, odd), turned)
 
 
-def _spread(by: Groups, view, lines, of_keys):
+def _spread(view, lines, of_keys):
     """Scales and offsets of keys [heads · groups · asked, 128] each, as queries are asked; NaN where one is none."""
     found = [_two(view(name)) for name in ("scales", "offsets")]
     fault = functools.reduce(jnp.maximum, map(faults, found))

@@ -452,7 +452,7 @@ def _weigh(by: Walk, side: _Side, half, piece, weights, exists, kept, weighted, 
             left, matrix, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
     else:
-        found = _apart(by, side, left, matrix.astype(jnp.float32), seen, virtual, heads)
+        found = _apart(by, side, left, matrix.astype(jnp.float32), seen, heads)
     blocks, wide = _blocks(found, virtual, how.apart * how.span), LANES * how.planes
     if how.levels > 1:
         blocks = [block[:, :wide] + block[:, wide:] for block in blocks]
@@ -467,7 +467,7 @@ def _weigh(by: Walk, side: _Side, half, piece, weights, exists, kept, weighted, 
             weighted[some] = weighted[some] * kept + total[:, LANES * plane : LANES * (plane + 1)]
 
 
-def _apart(by: Walk, side: _Side, left, matrix, seen, virtual: int, heads: int):
+def _apart(by: Walk, side: _Side, left, matrix, seen, heads: int):
     """The same product with each head's rows by themselves, and only those that are seen: 0 times NaN is NaN."""
     how, region = side.how, side.region
     line, lane = (lax.broadcasted_iota(jnp.int32, matrix.shape, axis) for axis in (0, 1))

@@ -23,7 +23,7 @@ def gather_window_kernel(
     unit, place = locate(request, position, slots_ptr, slots_ptr, 0, R)
     valid = unit >= 0
     x = load_rows(unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
-    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
+    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R)
     tl.store(positions_out_ptr + row, tl.where(valid, position, -1), mask=inside)
 
 
@@ -42,7 +42,7 @@ def gather_entries_kernel(
     unit, place = locate(request, entry, table_ptr, table_ptr, table_columns, R)
     valid = unit >= 0
     x = load_rows(unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
-    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
+    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R)
     tl.store(valid_out_ptr + row, valid.to(tl.int8), mask=inside)
 
 
@@ -62,7 +62,7 @@ def gather_all_kernel(
     unit, place = locate(request, entry, table_ptr, table_ptr, table_columns, R)
     valid = unit >= 0
     x = load_rows(unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
-    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
+    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R)
     tl.store(positions_out_ptr + row, tl.where(valid, entry * RATIO, -1), mask=inside)
 
 
@@ -101,7 +101,7 @@ def gather_kv_kernel(
     valid = unit >= 0
     head = head_of(row, R)
     x = load_rows(unit, place * R.heads + head, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
-    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
+    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R)
     tl.store(positions_out_ptr + cell, tl.where(valid, position, -1), mask=inside & (head == 0))
 
 
@@ -130,4 +130,4 @@ def own_rows_kernel(
     x = load_float(source, keep[:, None, None] & (channel < R.dim))
     narrow: tl.constexpr = values_ptr.dtype.element_ty != tl.float32
     at = ((request.to(tl.int64) * columns + column) * R.heads + head_of(row, R)) * R.dim
-    store_dense(out_ptr, at, as_stored(x, R, narrow, NATIVE), channel, keep, R, NATIVE)
+    store_dense(out_ptr, at, as_stored(x, R, narrow, NATIVE), channel, keep, R)

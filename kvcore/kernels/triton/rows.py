@@ -456,7 +456,7 @@ def as_stored(x, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def store_dense(out_ptr, at, x, channel, keep, R: tl.constexpr, NATIVE: tl.constexpr):
+def store_dense(out_ptr, at, x, channel, keep, R: tl.constexpr):
     """Store decoded x [n, tiles, width] as rows of ``dim`` channels at element offsets ``at`` [n]: bf16 or fp32."""
     mask = keep[:, None, None] & (channel < R.dim)
     if R.exact:

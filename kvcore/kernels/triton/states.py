@@ -50,7 +50,7 @@ def read_before_kernel(
     unit, place = locate(request, tl.where(inside, position, -1), slots_ptr, slots_ptr, 0, R)
     valid = unit >= 0
     x = load_rows(unit, place * R.heads + head_of(row, R), valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
-    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
+    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R)
 
 
 @triton.jit(do_not_specialize=["count", "columns"])
