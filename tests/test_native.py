@@ -31,7 +31,8 @@ def test_a_function_that_is_wrong_is_never_used(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("CC", "/nowhere/cc"), ("CC", "false"), ("KVCORE_NATIVE", "0"), ("PATH", "")]
+    ("name", "value"),
+    [("CC", "/nowhere/cc"), ("CC", "false"), ("CC", "'cc"), ("KVCORE_NATIVE", "0"), ("PATH", "")],
 )
 def test_without_a_compiler_nothing_is_asked_for(monkeypatch, name, value):
     monkeypatch.delenv("CC", raising=False)
@@ -43,6 +44,12 @@ def test_a_compiler_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path))
     assert native.compiled(digest._right) is not None
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("said", ["cc -std=gnu11", "env cc", ""])
+def test_a_compiler_may_be_said_with_options_or_another_program(monkeypatch, said):
+    monkeypatch.setenv("CC", said)
+    assert native.compiled(digest._right) is not None
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ library lies in a folder of its own that only this user can write, and is gone f
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -88,8 +89,8 @@ def compiled(right: Callable[[Lanes], bool], source: str = "lanes") -> Lanes | N
 
     None without a compiler that can, and where words have another order. One that takes too long is asked once.
     """
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if os.environ.get(VARIABLE) == "0" or compiler is None or sys.byteorder != "little" or os.name != "posix":
+    compiler = _compiler()
+    if os.environ.get(VARIABLE) == "0" or not compiler or sys.byteorder != "little" or os.name != "posix":
         return None
     for flags in ([OF_THE_MACHINE[source]], []) if source in OF_THE_MACHINE else ([],):
         try:
@@ -103,10 +104,19 @@ def compiled(right: Callable[[Lanes], bool], source: str = "lanes") -> Lanes | N
     return None
 
 
-def _compiled(compiler: str, source: str, flags: list[str]) -> Lanes:
+def _compiler() -> list[str]:
+    """What ``CC`` names, with its options, and what is before it (``ccache gcc``); nothing where there is none."""
+    try:
+        words = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError:
+        return []
+    return words if shutil.which(words[0]) else []
+
+
+def _compiled(compiler: list[str], source: str, flags: list[str]) -> Lanes:
     with tempfile.TemporaryDirectory(prefix="kvcore") as folder:
         library, code = Path(folder) / f"{source}.so", Path(__file__).with_name(f"{source}.c")
-        line = [compiler, "-O3", *flags, "-shared", "-fPIC", "-o", str(library), str(code)]
+        line = [*compiler, "-O3", *flags, "-shared", "-fPIC", "-o", str(library), str(code)]
         subprocess.run(line, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
         function: Any = getattr(ctypes.CDLL(str(library)), f"kvcore_{source}")
     function.restype, function.argtypes = None, FUNCTIONS[source]
