@@ -54,8 +54,10 @@ def test_rings_of_jax_are_read():
     assert {int(at) for at in positions[0] if at >= 0} <= set(range(3, 11))
     for row, at in zip(rows[0], positions[0], strict=True):
         assert at < 0 or (row == rings[2, at % 8]).all()
-    with pytest.raises(BackendError, match="verbs that read"):
-        cache.step({request: 1})
+    for write in (lambda: cache.step({request: 1}), lambda: cache.fork(request)):
+        with pytest.raises(BackendError, match="verbs that read"):
+            write()
+    assert (cache.free_slots, len(cache.requests)) == (3, 1)
 
 
 def test_inputs_that_are_shifted_along_do_not_go_back():
