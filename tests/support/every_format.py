@@ -75,12 +75,6 @@ def told(backend: str = "reference") -> tuple[kvcore.Cache, Any]:
         tokens = list(range(first, end))
         with cache.step({request: len(tokens)}) as step:
             stories.feed(step, tokens)
-            for number, layer in enumerate(cache.spec.layers):
-                if layer.state is not None and layer.conv is not None:
-                    places = kvcore.to_numpy(step.positions)
-                    states = stories.rows(f"{number} state", tokens, places, *layer.state.shape)
-                    step.layer(number).append_state(states)
-                    step.layer(number).append_conv(stories.rows(f"{number} conv", tokens, places, layer.conv.channels))
     return cache, request
 
 

@@ -115,9 +115,9 @@ def feed_layer(handle: Any, layer: LayerSpec, number: int, tokens: Sequence[int]
         flush["index_norm_weight"] = np.linspace(1.5, 0.5, layer.index_tail.dim, dtype=np.float32)
     append_layer(handle, number, layer, own, closed, flush)
     if layer.state is not None:
-        handle.append_state(rows(f"state{number}", tokens, positions, *layer.state.shape))
+        handle.append_state(rows(f"{number} state", tokens, positions, *layer.state.shape))
     if layer.conv is not None:
-        handle.append_conv(rows(f"conv{number}", tokens, positions, layer.conv.dim))
+        handle.append_conv(rows(f"{number} conv", tokens, positions, layer.conv.channels))
 
 
 def _name(stream: Stream) -> str:
