@@ -35,6 +35,7 @@ from tests.cache.test_known_calls import (
     test_what_differs_is_refused_as_ever,
     test_what_must_come_first_is_asked_each_time,
 )
+from tests.support import scene
 
 __all__ = [
     "test_a_step_that_has_ended_takes_nothing",
@@ -145,7 +146,7 @@ def test_a_layer_in_one_call_launches_what_its_verbs_do(gone_on):
             gone_on.calls.clear()
             with cache.step({request: 1}) as step:
                 for layer, of in enumerate(spec.layers):
-                    rows = test_decode.tensors(test_decode.given(random, of, 1))
+                    rows = test_decode.tensors(scene.given_to(of, random, 1))
                     if whole:
                         step.layer(layer).decode(**rows, rotate=True, rope=torch.ones(4), sink=torch.ones(2), scale=0.5)
                     else:

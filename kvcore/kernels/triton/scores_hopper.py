@@ -134,25 +134,14 @@ def decoded(word, scale, low, high, M: gl.constexpr, TAKEN: gl.constexpr):
 
 
 @gluon.jit
-def queries_of(token, q_ptr, heads, L: gl.constexpr, HEADS: gl.constexpr):
-    """A token's queries [HEADS, 128], in a layout."""
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, L))
-    at = (token.to(gl.int64) * heads + head)[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
-    return gl.load(q_ptr + at, mask=(head < heads)[:, None], other=0.0)
-
-
-@gluon.jit
-def weights_of(token, weights_ptr, heads, M: gl.constexpr, HEADS: gl.constexpr):
-    """Weights [HEADS] of a token's heads, which are the columns of products."""
-    head = gl.arange(0, HEADS, gl.SliceLayout(0, M))
-    return gl.load(weights_ptr + token.to(gl.int64) * heads + head, mask=head < heads, other=0.0)
-
-
-@gluon.jit
 def load_queries(token, q_ptr, weights_ptr, heads, M: gl.constexpr, HEADS: gl.constexpr):
     """(queries of a token [HEADS, 128], weights of its heads [HEADS])."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    return queries_of(token, q_ptr, heads, L, HEADS), weights_of(token, weights_ptr, heads, M, HEADS)
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, L))
+    at = (token.to(gl.int64) * heads + head)[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
+    q = gl.load(q_ptr + at, mask=(head < heads)[:, None], other=0.0)
+    head = gl.arange(0, HEADS, gl.SliceLayout(0, M))
+    return q, gl.load(weights_ptr + token.to(gl.int64) * heads + head, mask=head < heads, other=0.0)
 
 
 @gluon.jit
@@ -421,9 +410,12 @@ def hopper_codes_kernel(
             copy_tile(codes.index(stage), scales.index(stage), unit, first, codes_ptr, scales_ptr, R)
         async_copy.commit_group()
     following = unit_of(request, run + 64 * (STAGES - 1), last, table_ptr, table_columns, R)
-    q = queries_of(token, q_ptr, heads, L, HEADS)
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, L))
+    at = (token.to(gl.int64) * heads + head)[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
+    q = gl.load(q_ptr + at, mask=(head < heads)[:, None], other=0.0)
     held = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, 128], gl.NVMMASharedLayout(128, 8, 2), q)
-    weight = weights_of(token, weights_ptr, heads, M, HEADS)
+    head = gl.arange(0, HEADS, gl.SliceLayout(0, M))
+    weight = gl.load(weights_ptr + token.to(gl.int64) * heads + head, mask=head < heads, other=0.0)
     n, out_at = gl.arange(0, 64, ROW), out_ptr + token.to(gl.int64) * columns
     stage = run * 0
     for tile in range(some):

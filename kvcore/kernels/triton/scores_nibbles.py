@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvcore.kernels.triton.attend_codes import barrier
-from kvcore.kernels.triton.scores_hopper import LARGEST, queries_of, seen_by, unit_of, weights_of
+from kvcore.kernels.triton.scores_hopper import LARGEST, seen_by, unit_of
 
 PART = gl.constexpr(27)
 """Powers of two, from the largest scale of a key down, under which all of e2m1 is in e5m2."""
@@ -142,11 +142,14 @@ def hopper_nibbles_kernel(
     request, visible = seen_by(token, request_ptr, positions_ptr, columns, RATIO)
     last = gl.minimum(visible, run + 64 * tiles)
     some = gl.maximum(gl.cdiv(last - run, 64), 0)
-    q = queries_of(token, q_ptr, heads, L, HEADS)
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, L))
+    at = (token.to(gl.int64) * heads + head)[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
+    q = gl.load(q_ptr + at, mask=(head < heads)[:, None], other=0.0)
     # Channels in the order that ``SPREAD`` gives keys': of eight the even ones, then the odd ones.
     q = gl.reshape(gl.permute(gl.reshape(q, [HEADS, 16, 4, 2]), [0, 1, 3, 2]), [HEADS, 128])
     queries = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, 128], S, q)
-    weight = weights_of(token, weights_ptr, heads, M, HEADS) * ONE
+    head = gl.arange(0, HEADS, gl.SliceLayout(0, M))
+    weight = gl.load(weights_ptr + token.to(gl.int64) * heads + head, mask=head < heads, other=0.0) * ONE
     # Looked up there in every tile, so that products, which wait for no register, are under way first.
     magnitudes = gl.allocate_shared_memory(gl.int32, [2, 4], FLAT)
     group = gl.arange(0, 4, gl.SliceLayout(0, G))
