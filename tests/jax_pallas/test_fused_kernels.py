@@ -231,6 +231,7 @@ def test_blocks_come_whole_and_in_the_order_of_a_table(rows: int, rng: np.random
     one = region("v4_584", rows=rows)
     assert fits(one)
     pools, values = noise(one), rng.standard_normal((2 * rows, 512)).astype(np.float32)
+    values[:, 5] = -0.0
     at = np.arange(2 * rows, dtype=np.int32)
     block, row = 2 - at // rows, at % rows
     pools = jax.jit(functools.partial(store_rows, one, interpret=INTERPRETER))(pools, block, row, values)
@@ -243,6 +244,7 @@ def test_blocks_come_whole_and_in_the_order_of_a_table(rows: int, rng: np.random
     assert found.shape == (len(table) * rows, 512)
     found = np.asarray(found).reshape(len(table), rows, 512)
     np.testing.assert_array_equal(found[[1, -1]], np.stack([stored[:rows]] * 2))
+    assert np.signbit(found[1]).tolist() == np.signbit(stored[:rows]).tolist()  # of zeros, too
     np.testing.assert_array_equal(found[[step - 2, 2 * step]], np.stack([stored[rows:]] * 2))
     assert np.isnan(found[step - 1]).all()
 
